@@ -1,0 +1,240 @@
+"""Chunks in zarr arrays inside OCDBT: written, read back and checked, with bounded memory (no JAX)."""
+
+import collections
+import contextlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import crc32c
+import ml_dtypes  # noqa: F401  Registers bfloat16, float8 and the like with NumPy.
+import numpy as np
+import tensorstore as ts
+import xxhash
+
+from . import _chunks
+from ._manifest import Leaf, chunk_bytes
+from ._storage import Folder
+from .errors import Fault
+
+WINDOW = 256 << 20  # Bytes in flight, per process: more is not faster (benchmarks/one_checkpoint.py).
+# Several files, so that several fsyncs run at once: one of 2 GiB took four times as long.
+DATA_FILE = 64 << 20
+CRC = 4  # Bytes of the crc32c that zarr's codec of that name appends.
+
+_CONFIG = {"compression": None, "max_inline_value_bytes": 1024, "max_decoded_node_bytes": 8 << 20}
+# The dtypes that TensorStore's zarr3 driver has. Others are stored as uint8; the manifest has the true one.
+_ZARR = frozenset(
+    "bool int2 int4 int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64 float4_e2m1fn "
+    "float8_e3m4 float8_e4m3b11fnuz float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu "
+    "complex64 complex128".split()
+)
+
+
+def open_store(place: Folder) -> ts.KvStore:
+    """The key space in a folder; one for a process to write, or the one that spans all."""
+    spec = {"driver": "ocdbt", "base": place.spec(), "config": _CONFIG, "target_data_file_size": DATA_FILE}
+    return ts.KvStore.open(spec, context=place.context()).result()
+
+
+def zarr_json(leaf: Leaf) -> bytes:
+    """An array's zarr v3 metadata: raw little-endian bytes and their crc32c, nothing compressed."""
+    dtype = leaf.dtype if leaf.dtype in _ZARR else "uint8"
+    fill: Any = [0.0, 0.0] if dtype.startswith("complex") else 0.0 if "float" in dtype else 0
+    return json.dumps(
+        {
+            "zarr_format": 3,
+            "node_type": "array",
+            "shape": leaf.shape,
+            "data_type": dtype,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": leaf.chunk}},
+            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+            "fill_value": False if dtype == "bool" else fill,
+            "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
+        }
+    ).encode()
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+class _Window:
+    """Writes under way, of at most so many bytes."""
+
+    def __init__(self, store: ts.KvStore, limit: int = WINDOW):
+        self.store, self.limit, self.bytes = store, limit, 0
+        self.queue: collections.deque[tuple[ts.Future[Any], int]] = collections.deque()
+
+    def write(self, key: str, data: bytes | bytearray) -> None:
+        while self.queue and self.bytes + len(data) > self.limit:
+            future, size = self.queue.popleft()
+            future.result()
+            self.bytes -= size
+        self.queue.append((self.store.write(key, data), len(data)))
+        self.bytes += len(data)
+
+    def finish(self) -> None:
+        while self.queue:
+            self.queue.popleft()[0].result()
+
+    def settle(self) -> None:
+        """Waits for what is under way, whatever comes of it: after an error nothing may still write."""
+        while self.queue:
+            with contextlib.suppress(ValueError, OSError):
+                self.queue.popleft()[0].result()
+
+
+def write(
+    place: Folder, leaves: dict[str, Leaf], chunks: Iterable[tuple[str, int, _chunks.Shape, np.ndarray]], *, head: bool
+) -> dict[str, dict[int, str]]:
+    """Writes chunks durably; returns their digests by leaf and position.
+
+    Args:
+        place: this process's own folder.
+        leaves: the records, with chunk shapes.
+        chunks: (name, position, coordinates, values).
+        head: whether to write every array's zarr.json too.
+    """
+    window = _Window(open_store(place))
+    digests: dict[str, dict[int, str]] = {}
+    buffer = bytearray()
+    try:
+        if head:
+            for name, leaf in leaves.items():
+                if leaf.stored:
+                    window.write(f"{name}/zarr.json", zarr_json(leaf))
+        for name, position, coords, values in chunks:
+            leaf = leaves[name]
+            size = chunk_bytes(leaf)
+            if len(buffer) != size + CRC:
+                buffer = bytearray(size + CRC)  # TensorStore copies it, so one serves every chunk of this size.
+            whole = np.frombuffer(buffer, np.dtype(leaf.dtype).newbyteorder("<"), size // np.dtype(leaf.dtype).itemsize)
+            whole = whole.reshape(leaf.chunk)
+            if values.shape != leaf.chunk:
+                whole.fill(0)
+            whole[tuple(map(slice, values.shape))] = values
+            data = memoryview(buffer)[:size]
+            digests.setdefault(name, {})[position] = xxhash.xxh3_128_hexdigest(data)
+            buffer[size:] = crc32c.crc32c(data).to_bytes(CRC, "little")
+            window.write(_chunks.key(name, coords), buffer)
+        window.finish()
+    finally:
+        window.settle()
+    return digests
+
+
+def merge(place: Folder, parts: list[Folder]) -> None:
+    """Makes one key space of the processes' own: metadata only, their data files stay where they are."""
+    context = place.context()  # Copying a range needs the same context on both sides.
+
+    def open_in(folder: Folder) -> ts.KvStore:
+        spec = {"driver": "ocdbt", "base": folder.spec(), "config": _CONFIG}
+        return ts.KvStore.open(spec, context=context).result()
+
+    transaction = ts.Transaction(atomic=True)
+    target = open_in(place).with_transaction(transaction)
+    for future in [open_in(part).experimental_copy_range_to(target) for part in parts]:
+        future.result()
+    transaction.commit_async().result()
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A chunk to be read."""
+
+    name: str
+    coords: _chunks.Shape
+    size: int
+    digest: str
+
+    @property
+    def key(self) -> str:
+        return _chunks.key(self.name, self.coords)
+
+
+def wanted(name: str, leaf: Leaf, coords: _chunks.Shape) -> Wanted:
+    return Wanted(name, coords, chunk_bytes(leaf), leaf.digest(_chunks.position(coords, leaf.counts)))
+
+
+def read(
+    chunks: Iterable[Wanted], sources: list[ts.KvStore], window: int = WINDOW // 2
+) -> Iterator[tuple[Wanted, memoryview | None, str]]:
+    """Reads chunks in order, ahead of the reader by at most `window` bytes.
+
+    A chunk from any source counts if its digest is the right one; else the next source is asked.
+
+    Yields:
+        The chunk, and its uncompressed bytes; or None, and what was found instead.
+    """
+    upcoming = iter(chunks)
+    queue: collections.deque[tuple[Wanted, Any]] = collections.deque()
+    ahead = 0
+    while True:
+        while ahead < window and (chunk := next(upcoming, None)) is not None:
+            queue.append((chunk, sources[0].read(chunk.key)))
+            ahead += chunk.size
+        if not queue:
+            return
+        chunk, future = queue.popleft()
+        ahead -= chunk.size
+        data, found = _check(chunk, future)
+        for source in sources[1:]:
+            if data is not None:
+                break
+            data, found = _check(chunk, source.read(chunk.key))
+        yield chunk, data, found
+
+
+def _check(chunk: Wanted, future: Any) -> tuple[memoryview | None, str]:
+    try:
+        answer = future.result()
+        if answer.state != "value":
+            return None, "nothing"
+        value = answer.value
+    except (ValueError, OSError) as error:  # TensorStore's errors, whatever their kind, are ValueErrors.
+        return None, short(error)
+    # OCDBT answers b"" for a value whose data file is gone.
+    if len(value) != chunk.size + CRC:
+        return None, f"{len(value):,} bytes in place of {chunk.size + CRC:,}"
+    data = memoryview(value)[: chunk.size]
+    digest = xxhash.xxh3_128_hexdigest(data)
+    if digest != chunk.digest:
+        return None, f"digest {digest[:12]}… in place of {chunk.digest[:12]}…"
+    return data, ""
+
+
+def short(error: BaseException) -> str:
+    """An error of TensorStore's without its source locations."""
+    return str(error).partition(" [")[0][:300]
+
+
+def locate(place: Folder) -> dict[str, str]:
+    """Which data file holds each key, as far as the tree of keys can be read; for error messages.
+
+    Values of up to a kilobyte lie in the tree's nodes, which OCDBT itself checks.
+    """
+    base = ts.KvStore.open(place.spec(), context=place.context()).result()
+    found: dict[str, str] = {}
+    with contextlib.suppress(ValueError, OSError, KeyError, IndexError):
+        root = ts.ocdbt.dump(base).result()["versions"][-1]["root"]["location"]
+        nodes = [(root, b"")]
+        while nodes:
+            location, prefix = nodes.pop()
+            with contextlib.suppress(ValueError, OSError):
+                for entry in ts.ocdbt.dump(base, location).result()["entries"]:
+                    _locate_entry(entry, location, prefix, nodes, found)
+    return found
+
+
+def _locate_entry(
+    entry: dict[str, Any], location: str, prefix: bytes, nodes: list[tuple[str, bytes]], found: dict[str, str]
+) -> None:
+    if "location" in entry:
+        nodes.append((entry["location"], prefix + entry.get("subtree_common_prefix", b"")))
+        return
+    holder = entry.get("indirect_value", location)
+    found[(prefix + entry["key"]).decode("utf-8", "replace")] = holder.split("::")[-1].split(":")[0]

@@ -1,0 +1,134 @@
+"""Boxes and grids: how an array is cut into chunks, and which process writes which (pure geometry, no I/O)."""
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+Shape = tuple[int, ...]
+Box = tuple[tuple[int, int], ...]  # (start, stop) along each axis
+
+# Larger cells cost memory in flight, smaller ones a request each (benchmarks/chunk_size.py).
+CELL_BYTES = 16 << 20
+# Below this, sharing the writing of replicated data costs more in requests than it saves in bytes.
+SHARE_BYTES = 1 << 20
+
+
+def box(index: Sequence[slice], shape: Shape) -> Box:
+    """The box that a device's tuple of slices covers.
+
+    >>> box((slice(None), slice(2, 4)), (3, 8))
+    ((0, 3), (2, 4))
+    """
+    return tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
+
+
+def whole(shape: Shape) -> Box:
+    return tuple((0, n) for n in shape)
+
+
+def extent(b: Box) -> Shape:
+    return tuple(stop - start for start, stop in b)
+
+
+def slices(b: Box, within: Box | None = None) -> tuple[slice, ...]:
+    """The index of box `b`, in an array that holds just the box `within` (by default: the whole array)."""
+    if within is None:
+        return tuple(slice(start, stop) for start, stop in b)
+    return tuple(slice(start - at, stop - at) for (start, stop), (at, _) in zip(b, within, strict=True))
+
+
+def overlap(a: Box, b: Box) -> Box | None:
+    """The part that two boxes share, or None where they share nothing."""
+    shared = tuple((max(p[0], q[0]), min(p[1], q[1])) for p, q in zip(a, b, strict=True))
+    return shared if all(start < stop for start, stop in shared) else None
+
+
+def _parts(n: int, wanted: int, *, even: bool) -> int:
+    """Into how many parts an axis of `n` is cut, at least `wanted` if that can be; `even` where others' boxes adjoin."""
+    if not even:
+        return min(wanted, n)
+    return next(parts for parts in range(min(wanted, n), n + 1) if n % parts == 0)
+
+
+def grid(shape: Shape, shard: Shape, itemsize: int, writers: int = 1, cell_bytes: int = CELL_BYTES) -> Shape:
+    """The chunk shape for an array whose devices hold boxes of shape `shard`.
+
+    Every shard is a whole number of chunks, so no chunk has two writers. Cells are at most `cell_bytes`, as far as
+    the axes can be divided; a shard that `writers` processes hold is cut into at least that many, if it is worth it.
+
+    >>> grid((1024, 768), (256, 768), 4)
+    (256, 768)
+    >>> grid((50257, 768), (50257, 768), 4)
+    (5026, 768)
+    """
+    if 0 in shape:
+        return tuple(max(1, n) for n in shard)
+    size = itemsize * math.prod(shard)
+    wanted = max(-(-size // cell_bytes), min(writers, size // SHARE_BYTES), 1)
+    chunk = list(shard)
+    # From the outermost axis: such cells are contiguous in the shard's memory.
+    for axis, n in enumerate(shard):
+        if wanted == 1:
+            break
+        parts = _parts(n, wanted, even=n != shape[axis])
+        chunk[axis] = -(-n // parts)
+        wanted = -(-wanted // parts)
+    return tuple(chunk)
+
+
+def counts(shape: Shape, chunk: Shape) -> Shape:
+    """The number of chunks along each axis."""
+    return tuple(-(-n // c) for n, c in zip(shape, chunk, strict=True))
+
+
+def covering(b: Box, chunk: Shape) -> Iterator[Shape]:
+    """The coordinates of all chunks that share something with a box, in grid order.
+
+    >>> list(covering(((0, 4), (3, 5)), (4, 4)))
+    [(0, 0), (0, 1)]
+    """
+    if any(start >= stop for start, stop in b):
+        return iter(())
+    return product(*(range(start // c, -(-stop // c)) for (start, stop), c in zip(b, chunk, strict=True)))
+
+
+def cell(coords: Shape, chunk: Shape, shape: Shape) -> Box:
+    """The box of one chunk, cut off at the array's edge."""
+    return tuple((i * c, min((i + 1) * c, n)) for i, c, n in zip(coords, chunk, shape, strict=True))
+
+
+def position(coords: Shape, grid_counts: Shape) -> int:
+    """A chunk's place in grid order (the last axis runs fastest).
+
+    >>> position((1, 2), (3, 4))
+    6
+    """
+    at = 0
+    for i, n in zip(coords, grid_counts, strict=True):
+        at = at * n + i
+    return at
+
+
+def coordinates(at: int, grid_counts: Shape) -> Shape:
+    """The inverse of `position`."""
+    coords = []
+    for n in reversed(grid_counts):
+        at, i = divmod(at, n)
+        coords.append(i)
+    return tuple(reversed(coords))
+
+
+def owner(holders: Sequence[int], number: int, cells: int, turn: int) -> int:
+    """Which of the processes that hold a box writes its cell `number` of `cells`.
+
+    `turn` (the leaf's place in the tree) spreads leaves too small to be shared.
+
+    >>> [owner([0, 1], n, 4, turn=0) for n in range(4)]
+    [0, 0, 1, 1]
+    """
+    return holders[(turn + number * len(holders) // cells) % len(holders)]
+
+
+def key(name: str, coords: Shape) -> str:
+    """A chunk's key in the store: zarr v3's default chunk key encoding."""
+    return "/".join((name, "c", *map(str, coords)))

@@ -1,0 +1,288 @@
+"""Commit: a checkpoint is there from the moment its manifest is, and never half (no JAX).
+
+On a file system all is written in an attempt folder beside the target, made durable, and renamed. On a bucket it is
+written in place, and the manifest, which comes last, is a create-only put that carries the attempt's nonce.
+"""
+
+import contextlib
+import json
+import os
+import re
+import secrets
+from dataclasses import dataclass, field
+
+from . import _manifest
+from ._manifest import Manifest
+from ._storage import Folder
+from .errors import CheckpointError, Exists, Fault, NotFound
+
+TMP = ".orbax-checkpoint-tmp-"  # Orbax takes no folder for a checkpoint whose name holds this.
+BAD = "BAD.json"
+LATEST = "LATEST"
+
+_STEP = re.compile(r"0|[1-9]\d{0,17}")
+_OLD = "old"  # The attempt folder that holds what is being replaced, where two folders cannot be exchanged.
+
+
+def step_of(name: str) -> int | None:
+    """The step that a folder's name stands for, if it is one: digits, no leading zero."""
+    return int(name) if _STEP.fullmatch(name) else None
+
+
+# --- one checkpoint ---------------------------------------------------------------------------------------------------
+
+
+def load(place: Folder) -> Manifest:
+    """The manifest of a committed checkpoint.
+
+    Raises:
+        NotFound: nothing is committed there.
+        Corrupt: the manifest is damaged.
+        Unsupported: a newer version wrote it.
+    """
+    data = place.read(_manifest.NAME)
+    if data is None:
+        raise _not_found(place)
+    return _manifest.loads(data, place.url)
+
+
+def _not_found(place: Folder) -> NotFound:
+    entries = place.entries() if not place.local or os.path.isdir(place.url) else []
+    if found := steps(place) if entries else []:
+        newest = place / str(found[-1])
+        return NotFound(
+            f"{place} is a root of {len(found)} checkpoint{'s' * (len(found) > 1)}, not one",
+            hint=f'its newest is "{newest}"; ckpt_jax.latest("{place}") gives that path',
+        )
+    if entries:
+        return NotFound(
+            f"there is no checkpoint at {place}: it has no {_manifest.NAME}",
+            [Fault(place.url, _manifest.NAME, ", ".join(entries[:6]) + (", …" if len(entries) > 6 else ""))],
+            hint="a save that did not finish leaves nothing that counts; `ckpt-jax ls` on the folder above lists what does",
+        )
+    if place.exists() and place.local and not os.path.isdir(place.url):
+        return NotFound(f"{place} is a file, not a checkpoint's folder")
+    above = steps(place.parent) if place.parent.exists() else []
+    hint = f"{place.parent} has the steps {', '.join(map(str, above[-5:]))}" if above else "check the path"
+    return NotFound(f"there is nothing at {place}", hint=hint)
+
+
+def missing_files(place: Folder, manifest: Manifest) -> list[Fault]:
+    """Which files are not there, or not of the size that the manifest tells."""
+    sizes = place.sizes(list(manifest.files))
+    faults = [
+        Fault(path, f"{file.bytes:,} bytes", "no such file" if sizes[path] is None else f"{sizes[path]:,} bytes")
+        for path, file in manifest.files.items()
+        if sizes[path] != file.bytes
+    ]
+    if faults and place.read(_manifest.NAME) is None:
+        raise NotFound(f"{place} was deleted while being read")
+    return faults
+
+
+# --- a root of steps --------------------------------------------------------------------------------------------------
+
+
+def steps(root: Folder, *, bad: bool = False) -> list[int]:
+    """The committed steps in a root, in ascending order: each has a whole manifest that records that step."""
+    found = []
+    for step in _candidates(root):
+        place = root / str(step)
+        try:
+            if load_data(place).step == step and (place.read(BAD) is not None) == bad:
+                found.append(step)
+        except CheckpointError:
+            continue
+    return found
+
+
+def load_data(place: Folder) -> Manifest:
+    """As `load`, with a plain NotFound: it looks nowhere else."""
+    data = place.read(_manifest.NAME)
+    if data is None:
+        raise NotFound(f"there is no checkpoint at {place}")
+    return _manifest.loads(data, place.url)
+
+
+def _candidates(root: Folder) -> list[int]:
+    return sorted(step for name in root.entries() if (step := step_of(name)) is not None)
+
+
+def latest(root: Folder) -> Folder | None:
+    """The newest step whose manifest is whole and whose files are all there with their sizes."""
+    for step in reversed(_candidates(root)):
+        place = root / str(step)
+        try:
+            manifest = load_data(place)
+            if manifest.step == step and place.read(BAD) is None and not missing_files(place, manifest):
+                return place
+        except CheckpointError:
+            continue
+    return None
+
+
+def delete(place: Folder) -> None:
+    """Deletes a checkpoint so that no reader ever sees a part of it."""
+    if not place.local or os.path.islink(place.url):
+        place.remove(first=_manifest.NAME)
+        return
+    aside = place.parent / f"{place.name}{TMP}{secrets.token_hex(8)}"
+    place.rename(aside)
+    aside.remove()
+
+
+def clear(target: Folder) -> None:
+    """Removes what dead attempts at this checkpoint left behind; a living writer's folder is left alone."""
+    if not target.local:
+        return
+    for name in target.parent.entries():
+        if not name.startswith(target.name + TMP):
+            continue
+        leftover = target.parent / name
+        if leftover.in_use():
+            continue
+        if name.endswith(TMP + _OLD) and not target.exists():
+            leftover.rename(target)  # Killed between the two renames of a replacement: the old one is the newest.
+        else:
+            leftover.remove()
+
+
+# --- an attempt -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Attempt:
+    """One attempt to write a checkpoint: where its files go until it counts."""
+
+    target: Folder
+    folder: Folder
+    nonce: str
+    overwrite: bool = False
+    state: str = "state"
+    lock: int | None = field(default=None, repr=False)
+
+    def process(self, index: int) -> Folder:
+        """The key space that one process writes, so that none waits for another."""
+        return self.folder / self.state / f"ocdbt.process_{index}"
+
+    def close(self) -> None:
+        if self.lock is not None:
+            os.close(self.lock)
+            self.lock = None
+
+
+def check_free(target: Folder, *, overwrite: bool) -> None:
+    """Raises Exists unless a checkpoint may be written at `target`."""
+    if not target.exists():
+        return
+    if target.local and (os.path.islink(target.url) or not os.path.isdir(target.url)):
+        raise Exists(f"a file or link is in the way: {target}", hint="choose another path; ckpt_jax does not delete it")
+    entries = target.entries()
+    if _manifest.NAME in entries:
+        if not overwrite:
+            raise Exists(f"there is a checkpoint at {target} already", hint="overwrite=True replaces it, once the new one is whole")
+        return
+    if not entries or (not target.local and set(entries) <= _OURS):
+        return  # In a bucket: what a dead attempt left.
+    found = Fault(target.url, "nothing, or an empty folder", ", ".join(entries[:6]) + (", …" if len(entries) > 6 else ""))
+    if any(step_of(name) is not None for name in entries):
+        raise Exists(f"{target} is a root of steps", [found], hint=f'save one in it: "{target / "1000"}"')
+    raise Exists(f"{target} holds files that are not ckpt_jax's to delete", [found], hint="choose another path")
+
+
+_OURS = {"state", "_CHECKPOINT_METADATA", "orbax.checkpoint", "commit_success.txt"}
+
+
+def begin(target: Folder, *, overwrite: bool) -> Attempt:
+    """Starts an attempt: the way is free, leftovers are gone, and a folder is there to write in (one process calls this)."""
+    check_free(target, overwrite=overwrite)
+    nonce = secrets.token_hex(8)
+    if not target.local:
+        taken = _manifest.NAME in target.entries()
+        if not taken:
+            target.remove()
+        return Attempt(target, target, nonce, overwrite, f"state.{nonce}" if taken else "state")
+    target.parent.make()
+    clear(target)
+    attempt = Attempt(target, target.parent / f"{target.name}{TMP}{nonce}", nonce, overwrite)
+    attempt.folder.make(attempt.state, f"{attempt.state}/array_metadatas")
+    attempt.lock = attempt.folder.lock()
+    return attempt
+
+
+def join(target: Folder, nonce: str, state: str) -> Attempt:
+    """The attempt that another process began.
+
+    Raises:
+        NotFound: its folder is not to be seen here, so the processes do not share this root.
+    """
+    folder = target.parent / f"{target.name}{TMP}{nonce}" if target.local else target
+    if target.local and not folder.exists():
+        raise NotFound(
+            f"{folder} cannot be seen from this process",
+            hint="all processes must save to storage that they share",
+        )
+    return Attempt(target, folder, nonce, state=state)
+
+
+def commit(attempt: Attempt, manifest: Manifest) -> None:
+    """Makes the attempt the checkpoint: from here on it exists."""
+    data = _manifest.dumps(manifest)
+    if attempt.target.local:
+        attempt.folder.write(_manifest.NAME, data)
+        attempt.folder.sync()
+        _put_in_place(attempt)
+    elif attempt.state != "state":  # Overwriting in a bucket: one put takes the old one's place.
+        old = {path for path in attempt.target.files() if not path.startswith(f"{attempt.state}/")} - set(manifest.files)
+        attempt.target.write(_manifest.NAME, data)
+        for path in old - {_manifest.NAME}:
+            attempt.target.unlink(path)
+    elif not attempt.target.create(_manifest.NAME, data):
+        raise Exists(f"{attempt.target} came to be while this save was under way")
+    attempt.close()
+    point(attempt.target, manifest)
+
+
+def _put_in_place(attempt: Attempt) -> None:
+    target = attempt.target
+    if not (attempt.overwrite and _manifest.NAME in target.entries()):
+        attempt.folder.rename(target)
+        return
+    if attempt.folder.exchange(target):
+        attempt.folder.remove()
+        return
+    old = target.parent / f"{target.name}{TMP}{_OLD}"
+    target.rename(old)
+    try:
+        attempt.folder.rename(target)
+    except BaseException:
+        old.rename(target)
+        raise
+    old.remove()
+
+
+def abandon(attempt: Attempt) -> None:
+    """Removes what an attempt wrote; nothing of it was ever visible."""
+    attempt.close()
+    if attempt.target.local:
+        attempt.folder.remove()
+    elif attempt.state != "state":
+        (attempt.target / attempt.state).remove()
+    elif attempt.target.read(_manifest.NAME) is None:
+        attempt.target.remove()
+
+
+def point(target: Folder, manifest: Manifest) -> None:
+    """Writes the root's LATEST: a hint for people and tools, which `latest` never trusts."""
+    if step_of(target.name) != manifest.step or manifest.step is None:
+        return
+    old = target.parent.read(LATEST)
+    try:
+        newer = old is not None and int(json.loads(old)["step"]) > manifest.step
+        if newer and (target.parent / str(json.loads(old)["step"])).exists():
+            return
+    except (ValueError, KeyError, TypeError):
+        pass  # Whatever it says, it is a hint, and is written anew.
+    hint = json.dumps({"step": manifest.step, "seal": manifest.seal}).encode() + b"\n"
+    with contextlib.suppress(OSError, ValueError):  # The checkpoint is committed; a full disk cannot undo that.
+        target.parent.replace(LATEST, hint)

@@ -1,0 +1,57 @@
+"""What to say about damage: which leaf, which chunk, which file (no JAX)."""
+
+from . import _arrays, _commit, _manifest
+from ._manifest import Manifest
+from ._storage import Folder
+from .errors import Corrupt, Fault, NotFound
+
+
+def damaged(place: Folder, faults: list[Fault]) -> Corrupt:
+    """What to say about a checkpoint whose bytes are not the ones that were saved."""
+    above = "" if _commit.step_of(place.name) is None else f"`ckpt-jax ls {place.parent}` lists older steps; "
+    return Corrupt(
+        f"{place} is damaged in {len(faults)} place{'s' * (len(faults) != 1)}",
+        faults,
+        hint=f"{above}`ckpt-jax verify {place}` checks every chunk",
+    )
+
+
+def gone(place: Folder) -> NotFound:
+    """What to say when a checkpoint vanished under a reader."""
+    return NotFound(f"{place} was deleted while being read", hint="`ckpt-jax ls` on the folder above lists what is there")
+
+
+def unreadable(place: Folder, manifest: Manifest, bad: list[tuple[_arrays.Wanted, str]]) -> Exception:
+    """What to say about chunks that did not come back as they were written."""
+    return vanished(place, manifest) or damaged(place, chunk_faults(place, manifest, bad))
+
+
+def vanished(place: Folder, manifest: Manifest) -> NotFound | None:
+    """A NotFound where the checkpoint was deleted or replaced since its manifest was read."""
+    now = place.read(_manifest.NAME)
+    return None if now is not None and manifest.seal.encode() in now[-100:] else gone(place)
+
+
+def chunk_faults(place: Folder, manifest: Manifest, bad: list[tuple[_arrays.Wanted, str]]) -> list[Fault]:
+    files = _arrays.locate(place / manifest.state)
+    faults = []
+    for chunk, found in bad:
+        file = files.get(chunk.key)
+        at = f"chunk {list(chunk.coords)} in {manifest.state}/{file or 'manifest.ocdbt and the tree it points to'}"
+        faults.append(Fault(chunk.name, f"{at}: digest {chunk.digest[:12]}…", found))
+    return faults
+
+
+def name_leaves(place: Folder, manifest: Manifest, faults: list[Fault]) -> list[Fault]:
+    """The same faults of files, each with the leaves that live in that file."""
+    if not faults:
+        return []
+    inside: dict[str, set[str]] = {}
+    for key, file in _arrays.locate(place / manifest.state).items():
+        inside.setdefault(f"{manifest.state}/{file}", set()).add(key.partition("/")[0])
+    named = []
+    for fault in faults:
+        leaves = sorted(inside.get(fault.place, ()))
+        note = f" (holds {', '.join(leaves[:5])}{f' and {len(leaves) - 5} more' if len(leaves) > 5 else ''})" if leaves else ""
+        named.append(Fault(fault.place, fault.expected, fault.found + note))
+    return named

@@ -1,0 +1,325 @@
+"""Leaves: what each becomes on disk, and what comes back for it."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import ml_dtypes  # noqa: F401  Registers bfloat16, float8 and the like with NumPy.
+import numpy as np
+
+from . import _manifest
+from ._manifest import Leaf
+from .errors import Corrupt, Fault, Unsupported
+
+_SCALARS = (int, float, bool, str, bytes, complex)
+_NUMPY_TEXT = {"str_": np.str_, "bytes_": np.bytes_}
+_KINDS = "biufcV"  # NumPy's kinds of numbers; V are ml_dtypes' ones, and structured ones, which _dtype_name refuses.
+_ADDRESS = re.compile(r"\b0x[0-9a-f]{6,16}\b")
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A leaf ready to be saved: its record, and the array it lies in, if it lies in one."""
+
+    leaf: Leaf
+    array: jax.Array | np.ndarray | None = None
+
+
+# --- registered types -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Registered:
+    encode: Callable[[Any], Any]
+    decode: Callable[[Any], Any]
+
+
+_REGISTERED: dict[type, _Registered] = {}
+
+
+def register_leaf(type: type, encode: Callable[[Any], Any], decode: Callable[[Any], Any]) -> None:  # noqa: A002
+    """Teaches ckpt_jax to save leaves of one more type.
+
+    Args:
+        type: the exact class; subclasses have to be registered themselves.
+        encode: turns such an object into a leaf that can be saved: an array, a key, or a Python int, float, bool,
+            complex, str or bytes.
+        decode: turns that leaf back into an object.
+
+    Raises:
+        TypeError: `type` is no class, or JAX already knows how to take it apart.
+
+    >>> import pathlib, ckpt_jax as ck
+    >>> ck.register_leaf(pathlib.PurePosixPath, encode=str, decode=pathlib.PurePosixPath)
+    >>> _ = ck.save("memory://docs/register_leaf", {"corpus": pathlib.PurePosixPath("/data/books")})
+    >>> ck.restore("memory://docs/register_leaf")
+    {'corpus': PurePosixPath('/data/books')}
+    """
+    if not isinstance(type, _TYPE):
+        raise TypeError(f"register_leaf takes a class, not {type!r}")
+    if type in (*_SCALARS, np.ndarray, dict, list, tuple):
+        raise TypeError(f"ckpt_jax already saves {type.__name__}")
+    _REGISTERED[type] = _Registered(encode, decode)
+
+
+_TYPE = type
+
+
+def type_name(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+
+
+# --- to disk ----------------------------------------------------------------------------------------------------------
+
+
+def encode_all(leaves: dict[str, Any]) -> dict[str, Encoded]:
+    """Every leaf ready to be saved.
+
+    Raises:
+        Unsupported: names every leaf that cannot be, its type, and what to do.
+    """
+    encoded: dict[str, Encoded] = {}
+    faults: list[Fault] = []
+    for name, value in leaves.items():
+        try:
+            encoded[name] = encode(value)
+        except _Refused as refused:
+            faults.append(Fault(name, "a leaf that can be saved", str(refused)))
+    if faults:
+        raise Unsupported(
+            "nothing was saved: some leaves cannot be",
+            faults,
+            hint="ckpt_jax.register_leaf(type, encode, decode) teaches a type; or keep such leaves out of the tree",
+        )
+    return encoded
+
+
+class _Refused(Exception):
+    """Why one leaf cannot be saved."""
+
+
+def encode(value: Any) -> Encoded:
+    """One leaf ready to be saved; a record without chunks and digests yet."""
+    if isinstance(value, jax.core.Tracer):
+        raise _Refused(f"a traced value ({type_name(value)}): call save outside of jit, grad and vmap")
+    if isinstance(value, jax.Array):
+        return _encode_jax(value)
+    kind = type(value)
+    if kind in _SCALARS:
+        return Encoded(Leaf("scalar", dtype=kind.__name__, value=_manifest.pack(value)))
+    if isinstance(value, (np.str_, np.bytes_)):
+        return Encoded(Leaf("scalar", dtype=kind.__name__, value=_manifest.pack(value.item())))
+    if isinstance(value, np.generic):
+        return Encoded(Leaf("array", dtype=_dtype_name(value.dtype), host="scalar"), np.asarray(value))
+    if kind in (np.ndarray, np.memmap):
+        return Encoded(Leaf("array", dtype=_dtype_name(value.dtype), shape=value.shape, host="numpy"), value)
+    if kind in _REGISTERED:
+        inner = encode(_REGISTERED[kind].encode(value))
+        inner.leaf.type = type_name(value)
+        return inner
+    if is_live(value):
+        return Encoded(_encode_live(value))
+    raise _Refused(_why_not(value))
+
+
+def _why_not(value: Any) -> str:
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return "a ShapeDtypeStruct, which has no values"
+    if isinstance(value, np.ndarray):
+        return f"a {type_name(value)}, of which a plain array would keep only a part"
+    if isinstance(value, _SCALARS):
+        return f"a {type_name(value)}, which is more than the {type(value).__mro__[1].__name__} it derives from"
+    return f"a {type_name(value)}"
+
+
+def _dtype_name(dtype: np.dtype) -> str:
+    if dtype.kind not in _KINDS or dtype.names or dtype.subdtype or dtype.char in "gG" or dtype == jax.dtypes.float0:
+        raise _Refused(f"an array of dtype {dtype}")
+    try:
+        if np.dtype(dtype.name) == dtype.newbyteorder("="):  # Otherwise its name would not bring it back.
+            return dtype.name
+    except TypeError:
+        pass
+    raise _Refused(f"an array of dtype {dtype}")
+
+
+def _encode_jax(value: jax.Array) -> Encoded:
+    if value.is_deleted():
+        raise _Refused("an array that was deleted or donated: its values are gone")
+    weak = bool(getattr(value, "weak_type", False))
+    if not is_key_dtype(value.dtype):
+        return Encoded(Leaf("array", dtype=value.dtype.name, shape=value.shape, weak=weak), value)
+    impl = jax.random.key_impl(value)
+    data = jax.random.key_data(value)
+    if not isinstance(impl, str) or data.ndim != value.ndim + 1:
+        raise _Refused(f"a PRNG key of an implementation that JAX does not name: {impl!r:.60}")
+    return Encoded(Leaf("key", dtype=data.dtype.name, shape=data.shape, impl=impl), data)
+
+
+def is_key_dtype(dtype: Any) -> bool:
+    return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+# --- live leaves ------------------------------------------------------------------------------------------------------
+
+
+def is_live(value: Any) -> bool:
+    """Whether it is an object whose state is read and set: a grain iterator, a NumPy generator."""
+    return isinstance(value, np.random.Generator) or (
+        callable(getattr(value, "get_state", None)) and callable(getattr(value, "set_state", None))
+    )
+
+
+def get_state(value: Any) -> Any:
+    return value.bit_generator.state if isinstance(value, np.random.Generator) else value.get_state()
+
+
+def set_state(value: Any, state: Any) -> None:
+    if isinstance(value, np.random.Generator):
+        value.bit_generator.state = state
+    else:
+        value.set_state(state)
+
+
+def _encode_live(value: Any) -> Leaf:
+    try:
+        state = _manifest.pack(get_state(value))
+    except TypeError as error:
+        raise _Refused(f"a {type_name(value)} whose state is not plain data: {error}") from error
+    if found := _ADDRESS.search(str(state)):
+        raise _Refused(
+            f"a {type_name(value)} whose state holds an object's address ({found[0]}), which no other process can match"
+        )
+    scope = "global" if getattr(value, "global_state", False) else "processes"
+    return Leaf("live", type=type_name(value), value={scope: state if scope == "global" else [state]})
+
+
+def live_state(leaf: Leaf, process: int, processes: int) -> Any:
+    """The state that a live leaf had in this process.
+
+    Raises:
+        ValueError: it was saved by another number of processes, and each had its own.
+    """
+    if "global" in leaf.value:
+        return _manifest.unpack(leaf.value["global"])
+    states = leaf.value["processes"]
+    if len(states) != processes:
+        raise ValueError(f"one state for each of {len(states)} processes, and there are {processes} now")
+    return _manifest.unpack(states[process])
+
+
+# --- from disk --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a leaf should come back as.
+
+    Attributes:
+        kind: `jax`, `key`, `numpy`, `generic` (a NumPy scalar), `scalar` or `live`.
+        dtype: the dtype's name, or the Python type's.
+        shape: the shape; a key's does not include the axis of its data.
+        sharding: where a `jax` or `key` leaf goes; None is JAX's default device, uncommitted.
+        committed, weak: as the leaf that stands in the target.
+        like: that leaf itself.
+    """
+
+    kind: str
+    dtype: str
+    shape: tuple[int, ...] = ()
+    sharding: jax.sharding.Sharding | None = None
+    committed: bool = True
+    weak: bool = False
+    like: Any = None
+
+    def __str__(self) -> str:
+        if self.kind in ("scalar", "live"):
+            return self.dtype
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+def target(value: Any) -> Target:
+    """What the leaf of a `like` tree asks for.
+
+    Raises:
+        _Refused: nothing can come back as such a thing.
+    """
+    kind = type(value)
+    if kind in _REGISTERED:
+        return target(_REGISTERED[kind].encode(value))
+    if isinstance(value, jax.core.Tracer):
+        raise _Refused("a traced value: call restore outside of jit, or give it ShapeDtypeStructs")
+    if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
+        sharding = value.sharding
+        committed = value.committed if isinstance(value, jax.Array) else sharding is not None
+        if is_key_dtype(value.dtype):
+            return Target("key", f"key<{_impl(value.dtype)}>", value.shape, sharding, committed, like=value)
+        weak = bool(getattr(value, "weak_type", False))
+        return Target("jax", value.dtype.name, value.shape, sharding, committed, weak, value)
+    if kind in _SCALARS or isinstance(value, (np.str_, np.bytes_)):
+        return Target("scalar", kind.__name__, like=value)
+    if isinstance(value, np.generic):
+        return Target("generic", value.dtype.name, like=value)
+    if isinstance(value, np.ndarray):
+        return Target("numpy", value.dtype.name, value.shape, like=value)
+    if is_live(value):
+        return Target("live", type_name(value), like=value)
+    raise _Refused(_why_not(value))
+
+
+def _impl(dtype: Any) -> str:
+    """The name of a key dtype's implementation; JAX has no public way to it without a key."""
+    return dtype._impl.name
+
+
+def targets(leaves: dict[str, Any]) -> tuple[dict[str, Target], list[Fault]]:
+    found: dict[str, Target] = {}
+    faults: list[Fault] = []
+    for name, value in leaves.items():
+        try:
+            found[name] = target(value)
+        except _Refused as refused:
+            faults.append(Fault(name, "a leaf that can be restored", str(refused)))
+    return found, faults
+
+
+def default_target(leaf: Leaf, sharding: jax.sharding.Sharding | None) -> Target:
+    """What a leaf comes back as when nothing was asked for: NumPy arrays, typed keys, Python values."""
+    if leaf.kind == "key":
+        return Target("key", f"key<{leaf.impl}>", leaf.shape[:-1], sharding, committed=sharding is not None)
+    if leaf.kind != "array":
+        return Target(leaf.kind, leaf.dtype or leaf.type)
+    if sharding is not None:
+        return Target("jax", leaf.dtype, leaf.shape, sharding, weak=leaf.weak)
+    return Target("generic" if leaf.host == "scalar" else "numpy", leaf.dtype, leaf.shape)
+
+
+def scalar(name: str, leaf: Leaf) -> Any:
+    """A scalar leaf's Python value.
+
+    Raises:
+        Corrupt: the record holds no such value.
+    """
+    try:
+        value = _manifest.unpack(leaf.value)
+        if type(value).__name__ == leaf.dtype:
+            return value
+        if leaf.dtype in _NUMPY_TEXT:
+            return _NUMPY_TEXT[leaf.dtype](value)
+        if leaf.dtype == "float" and type(value) is int:  # JSON may have lost the point.
+            return float(value)
+        raise ValueError(f"a {type(value).__name__}")
+    except (ValueError, TypeError) as error:
+        raise Corrupt(f"{name} is damaged", [Fault(name, f"a value of type {leaf.dtype}", str(error))]) from error
+
+
+def decode_registered(value: Any, leaf: Leaf, like: Any) -> Any:
+    """The registered object that was saved as `value`; `value` itself where nobody registered its type."""
+    if not leaf.type:
+        return value
+    if like is not None and type(like) in _REGISTERED:
+        return _REGISTERED[type(like)].decode(value)
+    by_name = {f"{t.__module__}.{t.__qualname__}".removeprefix("builtins."): r for t, r in _REGISTERED.items()}
+    return by_name[leaf.type].decode(value) if leaf.type in by_name else value

@@ -1,0 +1,114 @@
+"""The sidecar files that make the folder an Orbax checkpoint too (measured against orbax-checkpoint 0.12.8)."""
+
+import base64
+import json
+import time
+from typing import Any
+
+from ._manifest import Leaf, Manifest, Node
+from ._structure import ROOT, join, keys_of, part
+
+ARRAYS = "state"
+# The one handler with which every reader of Orbax's that we tried takes an item called `state`.
+_HANDLER = "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler"
+_SEQUENCE, _DICT = 1, 2
+_EMPTY = {"none": "None", "dict": "Dict", "list": "List", "tuple": "Tuple", "named": "NamedTuple", "unnamed": "List"}
+_INT32, _INT64 = 2**31, 2**63
+
+
+def scalar_array(leaf: Leaf) -> tuple[str, Any] | None:
+    """The dtype and value of the 0-d array in which Orbax finds a Python number, if one holds it exactly."""
+    if leaf.kind != "scalar" or isinstance(leaf.value, (dict, str)):
+        return None
+    value = leaf.value
+    if leaf.dtype == "bool":
+        return "bool", value
+    if leaf.dtype == "int":
+        return ("int32" if -_INT32 <= value < _INT32 else "int64"), value
+    return ("float64", float(value)) if leaf.dtype == "float" else None
+
+
+def sidecars(manifest: Manifest, device: str) -> dict[str, bytes]:
+    """The sidecar files by path; `device` is the one that Orbax puts keys on when it restores without a target."""
+    parameters: dict[str, Any] = {}
+    strings: dict[str, str] = {}
+    arrays, shardings = [], {}
+
+    def walk(node: Node | str, name: str, path: list[dict[str, Any]]) -> None:
+        if isinstance(node, str):
+            name = name or ROOT
+            leaf = manifest.leaves[name]
+            kind = _value_type(leaf)
+            if kind is None:
+                return  # Orbax cannot hold it; it stands in the manifest only.
+            _add(path, kind, skip=False)
+            if kind == "string":
+                strings[name] = leaf.value
+            if kind == "jax.Array":
+                shardings[base64.b64encode(name.encode()).decode()] = json.dumps(
+                    {"sharding_type": "SingleDeviceSharding", "device_str": device}
+                )
+            if leaf.stored:
+                extra = {"random_key_impl": leaf.impl} if leaf.kind == "key" else None
+                arrays.append(
+                    {
+                        "array_metadata": {
+                            "param_name": name,
+                            "write_shape": leaf.chunk,
+                            "chunk_shape": leaf.chunk,
+                            "ext_metadata": extra,
+                        }
+                    }
+                )
+            return
+        if not node.children:
+            _add(path, _EMPTY[node.kind], skip=True)
+        for key, child in zip(keys_of(node), node.children, strict=True):
+            sequence = node.kind in ("list", "tuple", "unnamed")
+            entry = {"key": part(key), "key_type": _SEQUENCE if sequence else _DICT}
+            walk(child, join(name, key), [*path, entry])
+
+    def _add(path: list[dict[str, Any]], kind: str, *, skip: bool) -> None:
+        parameters[str(tuple(entry["key"] for entry in path))] = {
+            "key_metadata": path,
+            "value_metadata": {"value_type": kind, "skip_deserialize": skip},
+        }
+
+    walk(manifest.tree, "", [])
+    item = manifest.state
+    now = time.time_ns()
+    tree = {
+        "tree_metadata": parameters,
+        "use_ocdbt": True,
+        "use_zarr3": True,
+        "store_array_data_equal_to_fill_value": True,
+        "custom_metadata": None,
+    }
+    checkpoint = {
+        "item_handlers": {item: _HANDLER},
+        "metrics": {},
+        "performance_metrics": {},
+        "init_timestamp_nsecs": now,
+        "commit_timestamp_nsecs": now,
+        "custom_metadata": {},
+    }
+    contents: dict[str, Any] = {
+        f"{item}/_METADATA": tree,
+        f"{item}/_sharding": shardings,
+        f"{item}/array_metadatas/process_0": {"array_metadatas": arrays},
+        "_CHECKPOINT_METADATA": checkpoint,
+    }
+    if strings:
+        contents[f"{item}/_strings.json"] = strings
+    files = {path: json.dumps(value).encode() for path, value in contents.items()}
+    return files | {"orbax.checkpoint": b"", "commit_success.txt": b"Written by ckpt_jax.\n"}
+
+
+def _value_type(leaf: Leaf) -> str | None:
+    if leaf.kind == "array":
+        return "np.ndarray"
+    if leaf.kind == "key":
+        return "jax.Array"
+    if leaf.dtype == "str" and isinstance(leaf.value, str):
+        return "string"
+    return "scalar" if scalar_array(leaf) is not None else None

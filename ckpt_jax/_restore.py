@@ -1,0 +1,371 @@
+"""Restore: a checkpoint becomes a tree, on whatever sharding is asked for."""
+
+import fnmatch
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from . import _arrays, _chunks, _commit, _faults, _leaves, _place, _processes, _storage, _structure, _tree
+from ._leaves import Target
+from ._manifest import Leaf, Manifest
+from .errors import Fault, Mismatch, Unsupported
+
+ShardingLike = Any  # A Sharding, a tree prefix of them, or a function (name, shape, dtype) -> Sharding | None.
+
+
+def restore(
+    path: _storage.PathLike,
+    like: Any = None,
+    *,
+    sharding: ShardingLike = None,
+    only: str | Sequence[str] | None = None,
+    on_missing: Literal["error", "keep"] = "error",
+    on_extra: Literal["error", "ignore"] = "error",
+    cast: bool = False,
+) -> Any:
+    """Reads a checkpoint into the structure, kinds and shardings of `like`, every byte checked.
+
+    Each process reads just the chunks that its devices need, each once, and the mesh need not be the one that saved.
+    Every difference between the checkpoint and `like` is reported at once, before any array is read.
+
+    Args:
+        path: a committed checkpoint, such as `"gs://bucket/run7/1000"`.
+        like: the tree to fill: arrays, `jax.ShapeDtypeStruct`s, keys, Python values, live objects. Each leaf comes
+            back as the kind of thing that stands there, on its sharding. It is not modified, but for live objects,
+            whose state is set last. None gives nested dicts, lists and tuples of NumPy arrays and typed keys.
+        sharding: where arrays go instead: a `Sharding`, a tree prefix of them, or a function
+            `(name, shape, dtype) -> Sharding`; None leaves an array where `like` has it.
+        only: globs of names, such as `"params.*"`; a name counts with all below it. Leaves of `like` that are not
+            among them come back as they are.
+        on_missing: `"keep"` takes what `like` holds where the checkpoint has no such leaf.
+        on_extra: `"ignore"` leaves out what the checkpoint has beyond `like`.
+        cast: convert a leaf to the dtype that `like` holds, instead of refusing it.
+
+    Returns:
+        A new tree, bit for bit what was saved; its arrays own their memory and can be donated.
+
+    Raises:
+        NotFound: nothing is committed at `path`.
+        Mismatch: `like` has another structure, shape or dtype.
+        Corrupt: a chunk is not what the manifest says; names leaf, chunk and file.
+        Unsupported: a newer version wrote it, or `like` holds an abstract mesh.
+
+    >>> import jax, jax.numpy as jnp, ckpt_jax as ck
+    >>> _ = ck.save("memory://docs/restore", {"w": jnp.arange(4.0)})
+    >>> ck.restore("memory://docs/restore", like={"w": jax.ShapeDtypeStruct((4,), "float32")})
+    {'w': Array([0., 1., 2., 3.], dtype=float32)}
+    >>> ck.restore("memory://docs/restore")
+    {'w': array([0., 1., 2., 3.], dtype=float32)}
+    """
+    _check_arguments(on_missing, on_extra)
+    place = _storage.folder(path)
+    manifest = _commit.load(place)
+    wanted = matcher(only)
+    if like is None:
+        return _without_target(place, manifest, sharding, wanted)
+    flat = _tree.flatten(like)
+    targets, faults = _leaves.targets({name: leaf for name, leaf in flat.leaves.items() if wanted(name)})
+    targets = _on(targets, _sharding_of(sharding, flat))
+    kept = {n: v for n, v in flat.leaves.items() if not wanted(n) or (on_missing == "keep" and n not in manifest.leaves)}
+    saved = {name: leaf for name, leaf in manifest.leaves.items() if wanted(name)}
+    faults += _structure_faults(manifest, flat, wanted, on_missing, on_extra)
+    faults += _name_faults(saved, flat, kept, wanted, on_extra)
+    pairs = {name: (saved[name], want) for name, want in targets.items() if name in saved}
+    faults += (fault for name, (leaf, want) in pairs.items() if (fault := fits(name, leaf, want, cast=cast)))
+    if faults:
+        places = f"{len(faults)} place{'s' * (len(faults) != 1)}"
+        raise Mismatch(
+            f"{place} does not fit `like` in {places}",
+            faults,
+            hint=f"`ckpt-jax show {place}` lists what was saved",
+        )
+    values = kept | _read(place, manifest, pairs)
+    _set_live(pairs, values)
+    return flat.unflatten(values)
+
+
+def _check_arguments(on_missing: str, on_extra: str) -> None:
+    if on_missing not in ("error", "keep"):
+        raise ValueError(f'on_missing is "error" or "keep", not {on_missing!r}')
+    if on_extra not in ("error", "ignore"):
+        raise ValueError(f'on_extra is "error" or "ignore", not {on_extra!r}')
+
+
+def matcher(only: str | Sequence[str] | None) -> Callable[[str], bool]:
+    """Whether a leaf's name is among those asked for: a glob takes what it names, and all below.
+
+    >>> asked = matcher("params.*.kernel")
+    >>> asked("params.0.kernel"), asked("params.0.bias")
+    (True, False)
+    """
+    if only is None:
+        return lambda name: True
+    patterns = [only] if isinstance(only, str) else list(only)
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(f"only is a glob or a list of them, not {only!r}")
+    return lambda name: any(fnmatch.fnmatchcase(name, p) or fnmatch.fnmatchcase(name, p + ".*") for p in patterns)
+
+
+# --- what fits what ---------------------------------------------------------------------------------------------------
+
+
+def _structure_faults(
+    manifest: Manifest, flat: _tree.Flat, wanted: Callable[[str], bool], on_missing: str, on_extra: str
+) -> Iterator[Fault]:
+    for side, fault in _structure.differences(manifest.tree, flat.structure, wanted):
+        if not (side == "missing" and on_missing == "keep") and not (side == "extra" and on_extra == "ignore"):
+            yield fault
+
+
+def _name_faults(
+    saved: dict[str, Leaf], flat: _tree.Flat, kept: dict[str, Any], wanted: Callable[[str], bool], on_extra: str
+) -> Iterator[Fault]:
+    for name in flat.leaves:
+        if wanted(name) and name not in saved and name not in kept:
+            yield Fault(name, "in the checkpoint", "missing", "in `like`, not in the checkpoint")
+    if on_extra == "error":
+        for name, leaf in saved.items():
+            if name not in flat.leaves:
+                yield Fault(name, "in `like`", str(leaf), f"{leaf} in the checkpoint, not in `like`")
+    for name, value in kept.items():
+        if isinstance(value, jax.ShapeDtypeStruct):
+            yield Fault(name, "a value to keep", "a ShapeDtypeStruct", "is to be kept as in `like`, which has no value")
+
+
+def fits(name: str, leaf: Leaf, want: Target, *, cast: bool) -> Fault | None:
+    """What keeps a saved leaf from coming back as what is wanted, if anything does."""
+
+    def fault(why: str = "") -> Fault:
+        text = f"checkpoint has {leaf}, `like` wants {want}"
+        return Fault(name, str(want), str(leaf), f"{text} ({why})" if why else text)
+
+    if (problem := _unplaceable(leaf, want)) is not None:
+        return Fault(name, "a sharding that can hold it", problem, problem)
+    if leaf.kind == "scalar":
+        return _scalar_fits(leaf, want, fault, cast=cast)
+    if leaf.kind == "live":
+        return fault() if want.kind != "live" else _live_fits(name, leaf)
+    if leaf.kind == "key":
+        return fault() if want.kind != "key" or want.dtype != f"key<{leaf.impl}>" or want.shape != leaf.shape[:-1] else None
+    if want.kind == "scalar":
+        return None if not leaf.shape and _same_sort(leaf.dtype, want.dtype) else fault()
+    if want.kind not in ("jax", "numpy", "generic") or want.shape != leaf.shape:
+        return fault()
+    if want.dtype != leaf.dtype and not cast:
+        return fault("cast=True converts it")
+    if want.kind == "jax" and not cast and not _held(want.dtype):
+        return fault("JAX holds no 64-bit values: set jax_enable_x64, restore it as NumPy, or cast=True")
+    return None
+
+
+def _unplaceable(leaf: Leaf, want: Target) -> str | None:
+    """Why a leaf cannot go on the sharding that is asked for."""
+    if want.sharding is None or want.kind not in ("jax", "key"):
+        return None
+    if isinstance(getattr(want.sharding, "mesh", None), jax.sharding.AbstractMesh):
+        raise Unsupported(
+            "`like` is sharded over an abstract mesh, which has no devices to put arrays on",
+            hint="give NamedSharding(mesh, spec) with a mesh from jax.make_mesh, or pass `sharding=`",
+        )
+    try:
+        want.sharding.shard_shape(leaf.shape)
+    except ValueError as error:
+        return f"{leaf} cannot be cut as its sharding says: {str(error).partition(chr(10))[0][:200]}"
+    return None
+
+
+def _scalar_fits(leaf: Leaf, want: Target, fault: Callable[..., Fault], *, cast: bool) -> Fault | None:
+    if want.kind == "scalar":
+        return None if want.dtype == leaf.dtype else fault()
+    if want.kind not in ("jax", "numpy", "generic") or want.shape or leaf.dtype not in ("int", "float", "bool", "complex"):
+        return fault()
+    value = _leaves.scalar("", leaf)
+    exact = _same_sort(want.dtype, leaf.dtype) and _exactly(value, want.dtype)
+    if want.kind == "jax" and not _held(want.dtype):
+        exact = False
+    if exact:
+        return None
+    return None if cast and _castable(value, want.dtype) else fault(f"{want.dtype} does not hold {value!r}")
+
+
+def _live_fits(name: str, leaf: Leaf) -> Fault | None:
+    try:
+        _leaves.live_state(leaf, *_processes.here())
+    except ValueError as error:
+        return Fault(name, "one state for each process", str(error), f"its checkpoint has {error}")
+    return None
+
+
+_SORTS = {"b": "bool", "i": "int", "u": "int", "f": "float", "c": "complex"}
+
+
+def _same_sort(dtype: str, scalar: str) -> bool:
+    """Whether a dtype and a Python type are both of ints, or of floats, and so on."""
+    if jax.numpy.issubdtype(np.dtype(dtype), np.floating):
+        return scalar == "float"
+    return _SORTS.get(np.dtype(dtype).kind) == scalar
+
+
+def _exactly(value: Any, dtype: str) -> bool:
+    try:
+        held = np.asarray(value).astype(dtype) if not isinstance(value, int) else np.array(value, dtype)
+    except (OverflowError, ValueError):
+        return False
+    return bool(held == value) or (value != value and bool(held != held))  # noqa: PLR0124  NaN.
+
+
+def _castable(value: Any, dtype: str) -> bool:
+    try:
+        np.asarray(value).astype(dtype)
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return True
+
+
+def _held(dtype: str) -> bool:
+    """Whether a jax array can have this dtype, as JAX is set up now."""
+    return bool(jax.dtypes.canonicalize_dtype(dtype) == np.dtype(dtype))
+
+
+# --- where it goes ----------------------------------------------------------------------------------------------------
+
+
+def _sharding_of(sharding: ShardingLike, flat: _tree.Flat) -> Callable[[str, Any, Any], Any]:
+    """`sharding` in its three forms as a function of name, shape and dtype."""
+    if sharding is None or isinstance(sharding, jax.sharding.Sharding):
+        return lambda name, shape, dtype: sharding
+    if callable(sharding):
+        return sharding
+    try:
+        spread = jax.tree.broadcast(
+            sharding, flat.unflatten(dict.fromkeys(flat.leaves, 0)), is_leaf=lambda x: x is None
+        )
+        by_name = _tree.flatten(jax.tree.map(_Held, spread, is_leaf=lambda x: x is None)).leaves
+    except ValueError as error:
+        text = str(error).partition("\n")[0]
+        raise Mismatch("`sharding` is no prefix of `like`", [Fault("sharding", "a tree prefix of `like`", text)]) from error
+    return lambda name, shape, dtype: by_name[name].value
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Keeps a None in a tree from being taken for a container."""
+
+    value: Any
+
+
+def _on(targets: dict[str, Target], sharding: Callable[[str, Any, Any], Any]) -> dict[str, Target]:
+    """The targets with the shardings that were asked for beside `like`."""
+    placed = {}
+    for name, want in targets.items():
+        if want.kind in ("jax", "key", "numpy", "generic"):
+            found = sharding(name, want.shape, want.dtype)
+            if found is not None:
+                if not isinstance(found, jax.sharding.Sharding):
+                    raise TypeError(f"sharding for {name} is a jax.sharding.Sharding or None, not {found!r}")
+                kind = "key" if want.kind == "key" else "jax"
+                placed[name] = replace(want, kind=kind, sharding=found, committed=True)
+                continue
+        placed[name] = want
+    return placed
+
+
+def _without_target(
+    place: _storage.Folder, manifest: Manifest, sharding: ShardingLike, wanted: Callable[[str], bool]
+) -> Any:
+    saved = {name: leaf for name, leaf in manifest.leaves.items() if wanted(name)}
+    flat = _tree.flatten(_structure.build(manifest.tree, lambda name: _Held(name), wanted))
+    of = _sharding_of(sharding, flat) if saved else lambda *_: None
+    targets = {name: _leaves.default_target(leaf, None) for name, leaf in saved.items()}
+    shown = {n: t.dtype for n, t in targets.items()}
+    targets = _on(targets, of)
+    for name, want in targets.items():
+        if want.kind == "jax" and manifest.leaves[name].weak:
+            targets[name] = replace(want, weak=True)
+    pairs = {name: (leaf, targets[name]) for name, leaf in saved.items()}
+    faults = [
+        fault
+        for name, (leaf, want) in pairs.items()
+        if leaf.kind != "live" and shown and (fault := fits(name, leaf, want, cast=False))
+    ]
+    if faults:
+        raise Mismatch(f"{place} cannot be restored as asked in {len(faults)} places", faults)
+    values = _read(place, manifest, pairs)
+    for name, (leaf, _) in pairs.items():
+        if leaf.kind == "live":
+            states = leaf.value.get("processes") or [leaf.value["global"]]
+            unpacked = [_leaves.live_state(leaf, i, len(states)) for i in range(len(states))]
+            values[name] = unpacked if len(states) > 1 else unpacked[0]
+    return _structure.build(manifest.tree, values.__getitem__, wanted)
+
+
+def _set_live(pairs: dict[str, tuple[Leaf, Target]], values: dict[str, Any]) -> None:
+    """Sets live objects last: a restore that was refused has touched nothing."""
+    for name, (leaf, want) in pairs.items():
+        if leaf.kind == "live":
+            state = _leaves.live_state(leaf, *_processes.here())
+            try:
+                _leaves.set_state(want.like, state)
+            except Exception as error:  # noqa: BLE001  It is the user's object: anything may come.
+                raise Mismatch(
+                    f"{name} does not take the state it had",
+                    [Fault(name, f"a {leaf.type} that takes its state", f"{type(error).__name__}: {error}")],
+                    hint="build the loader as it was built when the checkpoint was saved",
+                ) from error
+            values[name] = want.like
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def _read(place: _storage.Folder, manifest: Manifest, pairs: dict[str, tuple[Leaf, Target]]) -> dict[str, Any]:
+    """The values of all leaves but live ones; every chunk is read once."""
+    values: dict[str, Any] = {}
+    stored = {name: pair for name, pair in pairs.items() if pair[0].stored}
+    for name, (leaf, want) in pairs.items():
+        if leaf.kind == "scalar":
+            values[name] = _as_wanted(_leaves.scalar(name, leaf), want)
+    if stored:
+        if faults := _commit.missing_files(place, manifest):
+            raise _faults.damaged(place, _faults.name_leaves(place, manifest, faults))
+        values |= _read_arrays(place, manifest, stored)
+    return {
+        name: _leaves.decode_registered(value, pairs[name][0], pairs[name][1].like) for name, value in values.items()
+    }
+
+
+def _as_wanted(value: Any, want: Target) -> Any:
+    """A Python value as a scalar or a 0-d array."""
+    if want.kind == "scalar" or want.kind not in ("jax", "numpy", "generic"):
+        return value
+    array = np.asarray(value).astype(want.dtype) if not isinstance(value, int) else _from_int(value, want.dtype)
+    if want.kind == "jax":
+        return _place.place({_chunks.whole(()): array}, want)
+    return array[()] if want.kind == "generic" else array
+
+
+def _from_int(value: int, dtype: str) -> np.ndarray:
+    return np.array(value, dtype) if _exactly(value, dtype) else np.asarray(value).astype(dtype)
+
+
+def _read_arrays(
+    place: _storage.Folder, manifest: Manifest, pairs: dict[str, tuple[Leaf, Target]]
+) -> dict[str, Any]:
+    store = _arrays.open_store(place / manifest.state)
+    plans = {name: _place.Plan(leaf, want) for name, (leaf, want) in pairs.items()}
+    requests = (_arrays.wanted(name, plan.leaf, coords) for name, plan in plans.items() for coords in plan.coords)
+    values = {name: plan.finish() for name, plan in plans.items() if not plan.coords}
+    bad: list[tuple[_arrays.Wanted, str]] = []
+    for chunk, data, found in _arrays.read(requests, [store]):
+        plan = plans[chunk.name]
+        if data is None:
+            bad.append((chunk, found))
+        elif not bad and plan.add(chunk.coords, data):
+            values[chunk.name] = plan.finish()
+            del plans[chunk.name]
+    if bad:
+        raise _faults.unreadable(place, manifest, bad)
+    return values

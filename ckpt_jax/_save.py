@@ -1,0 +1,243 @@
+"""Save: a tree becomes a committed checkpoint."""
+
+import json
+import time
+from typing import Any
+
+import jax
+import msgspec
+import numpy as np
+import xxhash
+
+from . import _arrays, _commit, _leaves, _manifest, _orbax, _processes, _snapshot, _storage, _tree
+from ._manifest import File, Leaf, Manifest, Part
+from ._snapshot import Snapshot
+from .errors import CheckpointError, Fault, NotFound
+
+
+def save(
+    path: _storage.PathLike,
+    tree: Any,
+    *,
+    step: int | None = None,
+    metadata: Any = None,
+    overwrite: bool = False,
+) -> Manifest:
+    """Saves a tree; returns when it is durable and committed.
+
+    Until then nothing is at `path`, whatever happens: a checkpoint is never half there. With several processes all
+    call this with the same path and tree; each writes the chunks that it holds.
+
+    Args:
+        path: where the checkpoint will be: a folder that does not exist yet, `gs://…`, `s3://…` or `memory://…`.
+            In a root of checkpoints the name is the step: `"runs/a/1000"`.
+        tree: any pytree of jax and NumPy arrays, PRNG keys, Python values (int, float, complex, bool, str, bytes),
+            live objects with `get_state` and `set_state`, and types given to `register_leaf`.
+        step: the number of completed updates; taken from the path where its name is a number.
+        metadata: anything that is plain data; comes back as `open(path).metadata`.
+        overwrite: replace a checkpoint that is there. The old one goes once the new one is committed.
+
+    Returns:
+        The manifest: every leaf with its shape, dtype and digests, the files, and the time that each phase took.
+
+    Raises:
+        Unsupported: leaves that cannot be saved, all named; nothing was written.
+        Exists: something is at `path` already.
+        OSError: the storage failed; nothing was committed, and what was written is gone again.
+
+    >>> import jax.numpy as jnp, ckpt_jax as ck
+    >>> manifest = ck.save("memory://docs/save/100", {"w": jnp.ones((2, 3)), "step": 100})
+    >>> manifest.step, list(manifest.leaves)
+    (100, ['step', 'w'])
+    """
+    started = time.perf_counter()
+    target = _storage.folder(path)
+    step = _step(target, step)
+    packed = _pack_metadata(metadata)
+    flat = _tree.flatten(tree)
+    encoded = _leaves.encode_all(flat.leaves)
+    group = _processes.group()
+    snapshot = _snapshot.take(encoded, group.index, group.count)
+    manifest = Manifest(
+        _manifest.FORMAT,
+        (_manifest.MAJOR, _manifest.MINOR),
+        step=step,
+        writers=group.count,
+        tree=flat.structure,
+        leaves=snapshot.leaves,
+        shardings=snapshot.shardings,
+        seconds={"snapshot": time.perf_counter() - started},
+        metadata=packed,
+    )
+    return write(target, manifest, snapshot, group, overwrite=overwrite)
+
+
+def _step(target: _storage.Folder, step: int | None) -> int | None:
+    named = _commit.step_of(target.name)
+    if step is None:
+        return named
+    if isinstance(step, bool) or not isinstance(step, (int, np.integer)):
+        raise TypeError(f"step is an int, not {step!r}")
+    if step < 0 or step >= 10**18:
+        raise ValueError(f"step is between 0 and 10^18, not {step}")
+    if named is not None and named != step:
+        raise ValueError(f"step={step}, but the folder's name says step {named}: {target}")
+    return int(step)
+
+
+def _pack_metadata(metadata: Any) -> Any:
+    try:
+        return _manifest.pack(metadata)
+    except TypeError as error:
+        raise TypeError(f"metadata is plain data (dicts, lists, str, numbers, bytes): {error}") from error
+    except RecursionError as error:
+        raise ValueError("metadata holds itself, or is nested too deep") from error
+
+
+def write(
+    target: _storage.Folder, manifest: Manifest, snapshot: Snapshot, group: _processes.Group, *, overwrite: bool
+) -> Manifest:
+    """Writes a snapshot and commits it, together with the run's other processes. Touches no device."""
+    if group.index != 0:
+        return _follow(target, manifest, snapshot, group)
+    attempt = _begin(target, group, overwrite=overwrite)
+    try:
+        parts = [_write_part(attempt, manifest, snapshot, group), *_collect(attempt, group)]
+        started = time.perf_counter()
+        _manifest.merge(manifest.leaves, parts, target.url)
+        _arrays.merge(attempt.folder / attempt.state, [attempt.process(i) for i in range(group.count)])
+        _finish(attempt, manifest, parts, started)
+    except BaseException as error:
+        _commit.abandon(attempt)
+        group.publish("outcome", f"failed: {error}")
+        raise
+    group.publish("outcome", "committed")
+    return manifest
+
+
+def _begin(target: _storage.Folder, group: _processes.Group, *, overwrite: bool) -> _commit.Attempt:
+    try:
+        attempt = _commit.begin(target, overwrite=overwrite)
+    except BaseException as error:
+        group.publish("attempt", f"failed: {error}")
+        raise
+    group.publish("attempt", json.dumps([attempt.nonce, attempt.state]))
+    return attempt
+
+
+def _write_part(attempt: _commit.Attempt, manifest: Manifest, snapshot: Snapshot, group: _processes.Group) -> Part:
+    """Writes this process's chunks, durably, and says what it wrote."""
+    started = time.perf_counter()
+    place = attempt.process(group.index)
+    place.make()
+    head = group.index == 0
+    extra = _scalars(manifest.leaves) if head else {}
+    chunks = [(c.name, c.position, c.coords, c.values) for c in snapshot.chunks]
+    digests = _arrays.write(
+        place,
+        manifest.leaves | {name: leaf for name, (leaf, _) in extra.items()},
+        chunks + [(name, 0, (), value) for name, (_, value) in extra.items()],
+        head=head,
+    )
+    place.sync()
+    manifest.seconds["write"] = time.perf_counter() - started
+    shapes = {name: (str(leaf), leaf.kind, leaf.chunk) for name, leaf in manifest.leaves.items()}
+    return Part(
+        process=group.index,
+        chunks={name: found for name, found in digests.items() if name not in extra},
+        files={},
+        live=snapshot.live,
+        shared=snapshot.shared | _scalar_digests(manifest.leaves, group),
+        tree=xxhash.xxh3_128_hexdigest(msgspec.json.encode([manifest.tree, shapes])),
+    )
+
+
+def _scalars(leaves: dict[str, Leaf]) -> dict[str, tuple[Leaf, np.ndarray]]:
+    """The Python numbers that Orbax can hold, as the 0-d arrays in which it looks for them."""
+    found = {}
+    for name, leaf in leaves.items():
+        if (array := _orbax.scalar_array(leaf)) is not None:
+            dtype, value = array
+            found[name] = Leaf("array", dtype=dtype), np.array(value, dtype)
+    return found
+
+
+def _scalar_digests(leaves: dict[str, Leaf], group: _processes.Group) -> dict[str, str]:
+    if group.count == 1:
+        return {}
+    values = {name: leaf.value for name, leaf in leaves.items() if leaf.kind == "scalar"}
+    return {name: xxhash.xxh3_128_hexdigest(msgspec.json.encode(value)) for name, value in values.items()}
+
+
+def _finish(attempt: _commit.Attempt, manifest: Manifest, parts: list[Part], started: float) -> None:
+    manifest.attempt, manifest.state, manifest.time = attempt.nonce, attempt.state, time.time()
+    sidecars = _orbax.sidecars(manifest, str(jax.devices()[0]) if _has_key(manifest) else "")
+    for path, data in sidecars.items():
+        attempt.folder.write(path, data)
+    sizes = attempt.folder.files()
+    ours = sidecars.keys() | {path for path in sizes if path.startswith(f"{attempt.state}/")}
+    manifest.files = {
+        path: File(size, xxhash.xxh3_128_hexdigest(sidecars[path]) if path in sidecars else "")
+        for path, size in sorted(sizes.items())
+        if path in ours
+    }
+    manifest.seconds["merge"] = time.perf_counter() - started
+    _commit.commit(attempt, manifest)
+
+
+def _has_key(manifest: Manifest) -> bool:
+    return any(leaf.kind == "key" for leaf in manifest.leaves.values())
+
+
+# --- several processes ------------------------------------------------------------------------------------------------
+
+
+def _collect(attempt: _commit.Attempt, group: _processes.Group) -> list[Part]:
+    """The other processes' parts, each checked against the digest that its writer published."""
+    parts = []
+    for process in range(1, group.count):
+        message = group.wait(f"part/{process}", process=process, phase="write")
+        group.forget(f"part/{process}")
+        if message.startswith("failed: "):
+            raise CheckpointError(
+                f"process {process} could not write its part; nothing was committed",
+                [Fault(f"process {process}", "its part", message.removeprefix("failed: "))],
+            )
+        data = attempt.folder.read(_part_name(process)) or b""
+        if xxhash.xxh3_128_hexdigest(data) != message:
+            raise CheckpointError(
+                f"process 0 cannot see what process {process} wrote; nothing was committed",
+                [Fault(_part_name(process), f"digest {message}", f"{len(data)} bytes of another")],
+                hint="all processes must save to storage that they share",
+            )
+        attempt.folder.unlink(_part_name(process))
+        parts.append(msgspec.json.decode(data, type=Part))
+    return parts
+
+
+def _part_name(process: int) -> str:
+    return f"part_{process}.json"
+
+
+def _follow(target: _storage.Folder, manifest: Manifest, snapshot: Snapshot, group: _processes.Group) -> Manifest:
+    """What every process but the first does: write its part, say so, and hear what became of it."""
+    message = group.wait("attempt", process=0, phase="open")
+    if message.startswith("failed: "):
+        raise CheckpointError(f"process 0 could not begin: {message.removeprefix('failed: ')}")
+    try:
+        attempt = _commit.join(target, *json.loads(message))
+        part = msgspec.json.encode(_write_part(attempt, manifest, snapshot, group))
+        attempt.folder.write(_part_name(group.index), part)
+        group.publish(f"part/{group.index}", xxhash.xxh3_128_hexdigest(part))
+    except BaseException as error:
+        group.publish(f"part/{group.index}", f"failed: {error}")
+        raise
+    outcome = group.wait("outcome", process=0, phase="commit")
+    if outcome != "committed":
+        raise CheckpointError(f"process 0 did not commit {target}: {outcome.removeprefix('failed: ')}")
+    try:
+        return _commit.load(target)
+    except NotFound as error:
+        raise CheckpointError(f"process 0 committed {target}, but it cannot be seen here: {error.summary}") from error
+
+

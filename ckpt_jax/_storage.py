@@ -1,0 +1,351 @@
+"""Bytes by name in a folder, on any root: a file system or a bucket (no JAX)."""
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import functools
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import Exists, Fault, Unsupported
+
+PathLike = str | os.PathLike[str]
+
+IDLE_SECONDS = 3600  # Where the file system has no locks: an attempt in which nothing moved for so long is dead.
+CONCURRENCY = 8  # Files written or read at once: enough to have several fsyncs under way.
+
+_URL = re.compile(r"(gs|s3|memory)://(?P<rest>.+)\Z", re.DOTALL)
+# TensorStore's own defaults wait 15 minutes for a server that is gone.
+_RETRIES = {"max_retries": 6, "initial_delay": "200ms", "max_delay": "5s"}
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """A folder and what can be done in it; names inside it use `/`."""
+
+    url: str  # An absolute path, or a bucket's URL.
+
+    @property
+    def local(self) -> bool:
+        """Whether it is on a file system, where a folder can be renamed and files are made durable by fsync."""
+        return self.url.startswith("/")
+
+    def __truediv__(self, name: str) -> "Folder":
+        return Folder(f"{self.url.rstrip('/')}/{name}")
+
+    def __str__(self) -> str:
+        return self.url
+
+    @property
+    def name(self) -> str:
+        return self.url.rpartition("/")[2]
+
+    @property
+    def parent(self) -> "Folder":
+        return Folder(self.url.rpartition("/")[0] or "/")
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self.url, name)
+
+    # --- reading ---
+
+    def read(self, name: str) -> bytes | None:
+        """A file's bytes, or None if there is no such file."""
+        if self.local:
+            try:
+                with open(self._path(name), "rb") as file:
+                    return file.read()
+            except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+                return None
+        found = _kv(self).read(name).result()
+        return found.value if found.state == "value" else None
+
+    def files(self) -> dict[str, int]:
+        """Every file below the folder, by name, with its size."""
+        return dict(self._files())
+
+    def _files(self) -> Iterator[tuple[str, int]]:
+        if not self.local:
+            store = _kv(self)
+            for key in store.list().result():
+                name = key.decode("utf-8", "surrogateescape")
+                if "/" in name and name.endswith("/"):
+                    continue
+                yield name, len(store.read(name).result().value)
+            return
+        for at, folders, names in os.walk(self.url):
+            folders.sort()
+            for name in sorted(names):
+                path = os.path.join(at, name)
+                with contextlib.suppress(FileNotFoundError):  # Deleted while we looked.
+                    yield os.path.relpath(path, self.url), os.lstat(path).st_size
+
+    def sizes(self, names: list[str]) -> dict[str, int | None]:
+        """The sizes of some files; None for one that is not there."""
+        if self.local:
+            return {name: self._size(name) for name in names}
+        store = _kv(self)
+        found = {name: store.read(name) for name in names}
+        return {n: len(f.result().value) if f.result().state == "value" else None for n, f in found.items()}
+
+    def _size(self, name: str) -> int | None:
+        try:
+            found = os.lstat(self._path(name))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return found.st_size if os.path.isfile(self._path(name)) and not os.path.islink(self._path(name)) else None
+
+    def entries(self) -> list[str]:
+        """The names of what lies directly in the folder; none if it is not there."""
+        if self.local:
+            try:
+                return sorted(os.listdir(self.url))
+            except FileNotFoundError:
+                return []
+        names = (key.decode("utf-8", "surrogateescape") for key in _kv(self).list().result())
+        return sorted({name.partition("/")[0] for name in names})
+
+    def exists(self) -> bool:
+        """Whether anything is there: on a bucket, a folder exists by what it holds."""
+        return os.path.lexists(self.url) if self.local else bool(self.entries())
+
+    # --- writing ---
+
+    def write(self, name: str, data: bytes) -> None:
+        """Writes a file and makes it durable; its folder's entry is made durable by `sync`."""
+        if not self.local:
+            _kv(self).write(name, data).result()
+            return
+        with open(self._path(name), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def replace(self, name: str, data: bytes) -> None:
+        """Puts a file in the place of another at once and durably: a reader sees the old one or the new one, whole."""
+        if not self.local:
+            self.write(name, data)
+            return
+        self.write(name + ".tmp", data)
+        os.replace(self._path(name + ".tmp"), self._path(name))
+        self.sync()
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Writes a file if there is none of that name; says whether it is now there with these bytes."""
+        if self.local:
+            try:
+                with open(self._path(name), "xb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+            except FileExistsError:
+                return self.read(name) == data
+            return True
+        # b"\x02" is TensorStore's "no value". A lost answer makes the retry see our own object: hence the read-back.
+        written = _kv(self).write(name, data, if_equal=b"\x02").result()
+        return written.generation != b"" or self.read(name) == data
+
+    def make(self, *folders: str) -> None:
+        """Makes the folder and those below it, each durable in the one above."""
+        if not self.local:
+            return
+        missing = []
+        at = self.url
+        while not os.path.isdir(at):
+            missing.append(at)
+            at = os.path.dirname(at)
+        for path in reversed(missing):
+            with contextlib.suppress(FileExistsError):  # Another process was first.
+                os.mkdir(path)
+            if not os.path.isdir(path):
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
+            _fsync(os.path.dirname(path))
+        for name in folders:
+            os.makedirs(self._path(name), exist_ok=True)
+
+    def sync(self) -> None:
+        """Makes the entries of this folder and of all below it durable (its files are, as they were written)."""
+        if self.local:
+            for at, _, _ in os.walk(self.url, topdown=False):
+                _fsync(at)
+
+    def remove(self, *, first: str = "") -> None:
+        """Deletes the folder with all that is in it; never through a link. `first` goes before all else."""
+        if self.local:
+            if os.path.islink(self.url):
+                os.unlink(self.url)
+                return
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(self.url)
+            return
+        store = _kv(self)
+        if first:
+            store.write(first, None).result()
+        for key in store.list().result():
+            store.write(key, None).result()
+
+    def unlink(self, name: str) -> None:
+        if self.local:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path(name))
+        else:
+            _kv(self).write(name, None).result()
+
+    # --- renaming (file systems only) ---
+
+    def rename(self, to: "Folder") -> None:
+        """Gives the folder another name, durably.
+
+        Raises:
+            Exists: something stands there (an empty folder gives way).
+        """
+        try:
+            os.rename(self.url, to.url)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR):
+                raise Exists(f"{to} came to be while this save was under way") from error
+            raise
+        _fsync(os.path.dirname(to.url))
+
+    def exchange(self, other: "Folder") -> bool:
+        """Gives two folders each other's name, in one step and durably; False where the system has no such call."""
+        if not _exchange(self.url, other.url):
+            return False
+        _fsync(os.path.dirname(other.url))
+        return True
+
+    def lock(self) -> int | None:
+        """Marks the folder as in use until this process ends or the returned descriptor is closed."""
+        fd = os.open(self.url, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(fd)
+            return None  # No locks here (NFS, Lustre): `in_use` then goes by time.
+        return fd
+
+    def in_use(self) -> bool:
+        """Whether a living process writes in the folder."""
+        try:
+            fd = os.open(self.url, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            paths = (os.path.join(at, name) for at, _, names in os.walk(self.url) for name in ("", *names))
+            return time.time() - max(map(_modified, paths), default=0) < IDLE_SECONDS
+        else:
+            return False
+        finally:
+            os.close(fd)
+
+    # --- TensorStore ---
+
+    def spec(self) -> dict[str, Any]:
+        """The folder as a TensorStore kvstore."""
+        if self.local:
+            return {"driver": "file", "path": self.url + "/"}
+        scheme, _, rest = self.url.partition("://")
+        if scheme == "memory":
+            return {"driver": "memory", "path": rest + "/"}
+        bucket, _, path = rest.partition("/")
+        if scheme == "gs":
+            return {"driver": "gcs", "bucket": bucket, "path": path + "/", "gcs_request_retries": _RETRIES}
+        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+        return {
+            "driver": "s3",
+            "bucket": bucket,
+            "path": path + "/",
+            "s3_request_retries": _RETRIES,
+            "use_conditional_write": False,  # Ceph 16 refuses every If-Match, and TensorStore then retries for ever.
+            **({"endpoint": endpoint} if endpoint else {}),
+        }
+
+    def context(self) -> Any:
+        """A TensorStore context for one save or restore; a shared one would grow with each."""
+        import tensorstore as ts
+
+        if self.url.startswith("memory://"):
+            return _memory()
+        return ts.Context({"file_io_concurrency": {"limit": CONCURRENCY}})
+
+
+def folder(path: PathLike) -> Folder:
+    """The folder at a path: `~` and relative paths are resolved now, so that a later chdir changes nothing.
+
+    Raises:
+        TypeError: the path is no str or os.PathLike.
+        Unsupported: it is a URL of a kind that nothing here can read.
+    """
+    text = os.fspath(path)
+    if not isinstance(text, str):
+        raise TypeError(f"a path is a str or os.PathLike of one, not {type(path).__name__}")
+    if not text.strip():
+        raise ValueError("the path is empty")
+    if "\0" in text:
+        raise ValueError(f"a path holds no NUL: {text!r}")
+    if found := _URL.match(text):
+        return Folder(f"{found[1]}://{found['rest'].strip('/')}")
+    if re.match(r"[a-z][a-z0-9+.-]*://", text) and not text.startswith("file://"):
+        raise Unsupported(
+            f"no storage is known for {text}",
+            [Fault(text, "a folder, gs://, s3:// or memory://", text.partition("://")[0] + "://")],
+        )
+    return Folder(os.path.abspath(os.path.expanduser(text.removeprefix("file://"))))
+
+
+@functools.cache
+def _memory() -> Any:
+    """One context for memory:// in this process: its contents live as long as this."""
+    import tensorstore as ts
+
+    return ts.Context()
+
+
+def _kv(place: Folder) -> Any:
+    import tensorstore as ts
+
+    return ts.KvStore.open(place.spec(), context=place.context()).result()
+
+
+def _modified(path: str) -> float:
+    try:
+        return os.lstat(path).st_mtime
+    except OSError:
+        return 0
+
+
+def _fsync(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _exchange(a: str, b: str) -> bool:
+    """Linux's renameat2(RENAME_EXCHANGE) or macOS's renamex_np(RENAME_SWAP); Python has neither."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    source, target = os.fsencode(a), os.fsencode(b)
+    if hasattr(libc, "renameat2"):
+        at_cwd = -100
+        done = libc.renameat2(at_cwd, source, at_cwd, target, 2)
+    elif hasattr(libc, "renamex_np"):
+        done = libc.renamex_np(source, target, 2)
+    else:
+        return False
+    if done == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+        return False
+    raise OSError(number, os.strerror(number), a, None, b)

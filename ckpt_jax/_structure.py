@@ -1,0 +1,144 @@
+"""Structures: names of leaves, and containers as plain data (no JAX)."""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import msgspec
+
+from ._manifest import Node
+from .errors import Fault
+
+ROOT = "<root>"  # The name of a leaf that is the whole tree.
+
+_ESCAPED = re.compile(r"[./%\x00-\x1f\x7f\ud800-\udfff]")
+
+
+def escape(entry: str) -> str:
+    """One entry of a path as a part of a name, so that no two paths share a name.
+
+    >>> escape("a.b"), escape("mlp/~/w"), escape("")
+    ('a%2Eb', 'mlp%2F~%2Fw', '%')
+    """
+    if not entry:
+        return "%"  # Nothing else gives a lone percent sign.
+    return _ESCAPED.sub(lambda m: "".join(f"%{byte:02X}" for byte in m[0].encode("utf-8", "surrogatepass")), entry)
+
+
+def part(key: Any) -> str:
+    """A dict's key, a position or a field as a part of a name."""
+    return escape(msgspec.json.encode(key).decode() if isinstance(key, tuple) else str(key))
+
+
+def join(prefix: str, key: Any) -> str:
+    """The name of a child: its parent's name, a dot, and its escaped key."""
+    return f"{prefix}.{part(key)}" if prefix else part(key)
+
+
+def keys_of(node: Node) -> list[Any]:
+    """The keys of a node's children, as they are in Python."""
+    if node.kind in ("dict", "named"):
+        return [_from_json(key) for key in node.keys]
+    return list(range(len(node.children)))
+
+
+def _from_json(key: Any) -> Any:
+    return tuple(map(_from_json, key)) if isinstance(key, list) else key
+
+
+def build(structure: Node | str, leaf: Callable[[str], Any], wanted: Callable[[str], bool] = lambda name: True) -> Any:
+    """The structure as nested dicts, lists and tuples, with `leaf(name)` for its leaves.
+
+    Leaves that are not `wanted` are left out of dicts, and are None in lists and tuples, whose order means something.
+    """
+    absent = object()
+
+    def walk(node: Node | str, name: str) -> Any:
+        if isinstance(node, str):
+            return leaf(name or ROOT) if wanted(name or ROOT) else absent
+        if node.kind == "none":
+            return None
+        items = [(key, walk(child, join(name, key))) for key, child in zip(keys_of(node), node.children, strict=True)]
+        if items and all(value is absent for _, value in items):
+            return absent
+        if node.kind in ("dict", "named"):
+            return {key: value for key, value in items if value is not absent}
+        values = [None if value is absent else value for _, value in items]
+        return tuple(values) if node.kind == "tuple" else values
+
+    tree = walk(structure, "")
+    return {} if tree is absent else tree
+
+
+def differences(
+    saved: Node | str, target: Node | str, wanted: Callable[[str], bool]
+) -> Iterator[tuple[Literal["missing", "extra", "other"], Fault]]:
+    """Where two structures have containers that do not fit each other: `missing` in the checkpoint, `extra` in it, or
+    of another kind. Leaves on one side only show in the names, which are the caller's to compare.
+
+    A dict with str keys fits a named node with the same names: names are what leaves are known by.
+    """
+
+    def walk(a: Node | str, b: Node | str, name: str) -> Iterator[tuple[Literal["missing", "extra", "other"], Fault]]:
+        if not (wanted(name or ROOT) or _any_wanted(a, name, wanted)):
+            return
+        empty = not _any_leaf(a), not _any_leaf(b)
+        if isinstance(a, str) or isinstance(b, str):
+            if isinstance(a, Node) != isinstance(b, Node):
+                yield "other", _fault(name, a, b)
+        elif not _fits(a, b):
+            yield ("other" if empty[0] == empty[1] else "missing" if empty[0] else "extra"), _fault(name, a, b)
+        else:
+            ours, theirs = (dict(zip(keys_of(n), n.children, strict=True)) for n in (a, b))
+            for key, child in ours.items():
+                if key in theirs:
+                    yield from walk(child, theirs[key], join(name, key))
+                elif not _any_leaf(child):
+                    yield "extra", Fault(join(name, key), "", "", f"{says(child)} in the checkpoint, not in `like`")
+            for key, child in theirs.items():
+                if key not in ours and not _any_leaf(child):
+                    yield "missing", Fault(join(name, key), "", "", f"{says(child)} in `like`, not in the checkpoint")
+
+    yield from walk(saved, target, "")
+
+
+def _fits(a: Node, b: Node) -> bool:
+    if a.kind == b.kind == "dict":
+        ours, theirs = ({str(k): type(k) for k in keys_of(n)} for n in (a, b))
+        return all(theirs.get(k, t) is t for k, t in ours.items())
+    if a.kind == b.kind == "unnamed":
+        return not (a.static and b.static) or a.static == b.static
+    if {a.kind, b.kind} <= {"dict", "named"}:
+        return bool(a.children) == bool(b.children) and all(type(k) is str for n in (a, b) for k in keys_of(n))
+    return a.kind == b.kind
+
+
+def _any_leaf(node: Node | str) -> bool:
+    return isinstance(node, str) or any(map(_any_leaf, node.children))
+
+
+def _any_wanted(node: Node | str, name: str, wanted: Callable[[str], bool]) -> bool:
+    if isinstance(node, str):
+        return wanted(name or ROOT)
+    pairs = zip(keys_of(node), node.children, strict=True)
+    return any(_any_wanted(child, join(name, key), wanted) for key, child in pairs)
+
+
+def _fault(name: str, saved: Node | str, target: Node | str) -> Fault:
+    return Fault(
+        name or ROOT, says(target), says(saved), f"checkpoint has {says(saved)}, `like` wants {says(target)}"
+    )
+
+
+def says(node: Node | str) -> str:
+    """What a node is, in words."""
+    if isinstance(node, str):
+        return "a leaf"
+    if node.kind == "none":
+        return "None"
+    kind = node.type.rpartition(".")[2] if node.type else node.kind
+    if not node.children:
+        return f"an empty {kind}"
+    if node.kind == "dict":
+        return f"a {kind} with {type(keys_of(node)[0]).__name__} keys"
+    return f"a {kind} of {len(node.children)}" + (f" (static part {node.static[:6]})" if node.static else "")

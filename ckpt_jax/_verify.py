@@ -1,0 +1,144 @@
+"""Verify: is every file there, and every chunk what was saved? (no JAX)"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import xxhash
+
+from . import _arrays, _chunks, _commit, _faults, _storage
+from ._manifest import Manifest
+from .errors import CheckpointError, Fault, NotFound
+
+Level = Literal["files", "chunks"]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What `verify` found.
+
+    Attributes:
+        path: the checkpoint.
+        level: how far it looked.
+        faults: all that is wrong; empty if nothing is.
+        chunks: chunks read back and compared.
+        bytes: their bytes.
+        seconds: how long it took.
+    """
+
+    path: str
+    level: Level
+    faults: tuple[Fault, ...]
+    chunks: int
+    bytes: int
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        return not self.faults
+
+    def check(self) -> None:
+        """Raises Corrupt with all faults, if there is one."""
+        if self.faults:
+            raise _faults.damaged(_storage.folder(self.path), list(self.faults))
+
+
+def verify(path: _storage.PathLike, level: Level = "chunks") -> Report:
+    """Checks a checkpoint without restoring it; starts no device.
+
+    Args:
+        path: a committed checkpoint.
+        level: `"files"`: the manifest is whole, and every file is there with its size. `"chunks"`: also every small
+            file and every chunk has its digest, and the arrays say of themselves what the manifest says of them.
+
+    Returns:
+        A `Report` of everything that is wrong; `report.check()` raises if there is something.
+
+    Raises:
+        NotFound: nothing is committed at `path`.
+
+    >>> import numpy as np, ckpt_jax as ck
+    >>> _ = ck.save("memory://docs/verify", {"w": np.ones(3)})
+    >>> report = ck.verify("memory://docs/verify")
+    >>> report.ok, report.chunks, report.bytes
+    (True, 1, 24)
+    """
+    *_, report = progress(path, level)
+    assert isinstance(report, Report)
+    return report
+
+
+def progress(path: _storage.PathLike, level: Level = "chunks") -> Iterator[tuple[int, int] | Report]:
+    """As `verify`, step by step: (bytes checked, bytes in all) after each chunk, and the report at the end."""
+    if level not in ("files", "chunks"):
+        raise ValueError(f'level is "files" or "chunks", not {level!r}')
+    started = time.perf_counter()
+    place = _storage.folder(path)
+    try:
+        manifest = _commit.load(place)
+    except NotFound:
+        raise
+    except CheckpointError as error:
+        yield Report(place.url, level, error.faults or (Fault("MANIFEST.json", "a manifest", error.summary),), 0, 0, 0.0)
+        return
+    faults = [*_name_faults(place, manifest), *_faults.name_leaves(place, manifest, _commit.missing_files(place, manifest))]
+    chunks = done = 0
+    if level == "chunks":
+        faults += _sidecar_faults(place, manifest, {fault.place for fault in faults})
+        total = manifest.nbytes
+        bad = []
+        store = _arrays.open_store(place / manifest.state)
+        requests = (
+            _arrays.wanted(name, leaf, coords)
+            for name, leaf in manifest.leaves.items()
+            if leaf.stored
+            for coords in _chunks.covering(_chunks.whole(leaf.shape), leaf.chunk)
+        )
+        for chunk, data, found in _arrays.read(requests, [store]):
+            if data is None:
+                bad.append((chunk, found))
+            chunks += 1
+            done += chunk.size
+            yield done, max(total, done)
+        if bad:
+            still_there(place, manifest)
+            faults += _faults.chunk_faults(place, manifest, bad)
+        faults += _header_faults(store, manifest)
+    yield Report(place.url, level, tuple(faults), chunks, done, time.perf_counter() - started)
+
+
+def still_there(place: _storage.Folder, manifest: Manifest) -> None:
+    """Raises NotFound where the checkpoint was deleted or replaced meanwhile: then its chunks prove nothing."""
+    if (error := _faults.vanished(place, manifest)) is not None:
+        raise error
+
+
+def _name_faults(place: _storage.Folder, manifest: Manifest) -> Iterator[Fault]:
+    named = _commit.step_of(place.name)
+    if named is not None and manifest.step is not None and named != manifest.step:
+        yield Fault("MANIFEST.json", f"step {named}, as the folder's name says", f"step {manifest.step}")
+
+
+def _sidecar_faults(place: _storage.Folder, manifest: Manifest, known: set[str]) -> Iterator[Fault]:
+    for path, file in manifest.files.items():
+        if not file.digest or path in known:
+            continue
+        found = xxhash.xxh3_128_hexdigest(place.read(path) or b"")
+        if found != file.digest:
+            yield Fault(path, f"digest {file.digest[:12]}…", f"{found[:12]}…")
+
+
+def _header_faults(store: "_arrays.ts.KvStore", manifest: Manifest) -> Iterator[Fault]:
+    """Where an array's own zarr.json, by which others read it, does not say what the manifest does."""
+    stored = {name: leaf for name, leaf in manifest.leaves.items() if leaf.stored}
+    reads = {name: store.read(f"{name}/zarr.json") for name in stored}
+    for name, future in reads.items():
+        expected = _arrays.zarr_json(stored[name])
+        try:
+            answer = future.result()
+            found = "nothing" if answer.state != "value" else "" if answer.value == expected else "another"
+        except (ValueError, OSError) as error:
+            found = _arrays.short(error)
+        if found:
+            yield Fault(name, "its zarr.json as it was written", found)
