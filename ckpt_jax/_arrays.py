@@ -2,13 +2,14 @@
 
 import collections
 import contextlib
+import functools
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import crc32c
 import ml_dtypes  # noqa: F401  Registers bfloat16, float8 and the like with NumPy.
+import msgspec
 import numpy as np
 import tensorstore as ts
 import xxhash
@@ -16,7 +17,6 @@ import xxhash
 from . import _chunks
 from ._manifest import Leaf, chunk_bytes
 from ._storage import Folder
-from .errors import Fault
 
 WINDOW = 256 << 20  # Bytes in flight, per process: more is not faster (benchmarks/one_checkpoint.py).
 # Several files, so that several fsyncs run at once: one of 2 GiB took four times as long.
@@ -26,9 +26,12 @@ CRC = 4  # Bytes of the crc32c that zarr's codec of that name appends.
 _CONFIG = {"compression": None, "max_inline_value_bytes": 1024, "max_decoded_node_bytes": 8 << 20}
 # The dtypes that TensorStore's zarr3 driver has. Others are stored as uint8; the manifest has the true one.
 _ZARR = frozenset(
-    "bool int2 int4 int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64 float4_e2m1fn "
-    "float8_e3m4 float8_e4m3b11fnuz float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu "
-    "complex64 complex128".split()
+    {
+        *("bool", "int2", "int4", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+        *("float16", "bfloat16", "float32", "float64", "complex64", "complex128", "float4_e2m1fn"),
+        *("float8_e3m4", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz"),
+        *("float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    }
 )
 
 
@@ -40,20 +43,30 @@ def open_store(place: Folder) -> ts.KvStore:
 
 def zarr_json(leaf: Leaf) -> bytes:
     """An array's zarr v3 metadata: raw little-endian bytes and their crc32c, nothing compressed."""
-    dtype = leaf.dtype if leaf.dtype in _ZARR else "uint8"
+    return _zarr_json(leaf.dtype if leaf.dtype in _ZARR else "uint8", leaf.shape, leaf.chunk)
+
+
+@functools.lru_cache(1024)
+def _zarr_json(dtype: str, shape: _chunks.Shape, chunk: _chunks.Shape) -> bytes:
     fill: Any = [0.0, 0.0] if dtype.startswith("complex") else 0.0 if "float" in dtype else 0
     return json.dumps(
         {
             "zarr_format": 3,
             "node_type": "array",
-            "shape": leaf.shape,
+            "shape": shape,
             "data_type": dtype,
-            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": leaf.chunk}},
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
             "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
             "fill_value": False if dtype == "bool" else fill,
             "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
         }
     ).encode()
+
+
+@functools.cache
+def little(dtype: str) -> np.dtype:
+    """A dtype as it lies on disk."""
+    return np.dtype(dtype).newbyteorder("<")
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -106,11 +119,10 @@ def write(
                     window.write(f"{name}/zarr.json", zarr_json(leaf))
         for name, position, coords, values in chunks:
             leaf = leaves[name]
-            size = chunk_bytes(leaf)
+            dtype, size = little(leaf.dtype), chunk_bytes(leaf)
             if len(buffer) != size + CRC:
                 buffer = bytearray(size + CRC)  # TensorStore copies it, so one serves every chunk of this size.
-            whole = np.frombuffer(buffer, np.dtype(leaf.dtype).newbyteorder("<"), size // np.dtype(leaf.dtype).itemsize)
-            whole = whole.reshape(leaf.chunk)
+            whole = np.frombuffer(buffer, dtype, size // dtype.itemsize).reshape(leaf.chunk)
             if values.shape != leaf.chunk:
                 whole.fill(0)
             whole[tuple(map(slice, values.shape))] = values
@@ -142,8 +154,8 @@ def merge(place: Folder, parts: list[Folder]) -> None:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+# `gc=False` on what there is one of for each chunk or leaf: with 10,000 of them the collector's rounds took a third.
+class Wanted(msgspec.Struct, gc=False):
     """A chunk to be read."""
 
     name: str
@@ -156,8 +168,11 @@ class Wanted:
         return _chunks.key(self.name, self.coords)
 
 
-def wanted(name: str, leaf: Leaf, coords: _chunks.Shape) -> Wanted:
-    return Wanted(name, coords, chunk_bytes(leaf), leaf.digest(_chunks.position(coords, leaf.counts)))
+def wanted(name: str, leaf: Leaf, coords: Iterable[_chunks.Shape]) -> Iterator[Wanted]:
+    """Some chunks of a leaf."""
+    size, counts = chunk_bytes(leaf), leaf.counts
+    for at in coords:
+        yield Wanted(name, at, size, leaf.digest(_chunks.position(at, counts)))
 
 
 def read(

@@ -44,7 +44,7 @@ def overlap(a: Box, b: Box) -> Box | None:
 
 
 def _parts(n: int, wanted: int, *, even: bool) -> int:
-    """Into how many parts an axis of `n` is cut, at least `wanted` if that can be; `even` where others' boxes adjoin."""
+    """Into how many parts an axis of `n` is cut, at least `wanted` if it can be; `even` where others' boxes adjoin."""
     if not even:
         return min(wanted, n)
     return next(parts for parts in range(min(wanted, n), n + 1) if n % parts == 0)

@@ -57,14 +57,18 @@ def _not_found(place: Folder) -> NotFound:
     if entries:
         return NotFound(
             f"there is no checkpoint at {place}: it has no {_manifest.NAME}",
-            [Fault(place.url, _manifest.NAME, ", ".join(entries[:6]) + (", …" if len(entries) > 6 else ""))],
-            hint="a save that did not finish leaves nothing that counts; `ckpt-jax ls` on the folder above lists what does",
+            [Fault(place.url, _manifest.NAME, _few(entries))],
+            hint="a save that did not finish does not count; `ckpt-jax ls` on the folder above lists what does",
         )
     if place.exists() and place.local and not os.path.isdir(place.url):
         return NotFound(f"{place} is a file, not a checkpoint's folder")
     above = steps(place.parent) if place.parent.exists() else []
     hint = f"{place.parent} has the steps {', '.join(map(str, above[-5:]))}" if above else "check the path"
     return NotFound(f"there is nothing at {place}", hint=hint)
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:6]) + (", …" if len(names) > 6 else "")
 
 
 def missing_files(place: Folder, manifest: Manifest) -> list[Fault]:
@@ -180,11 +184,16 @@ def check_free(target: Folder, *, overwrite: bool) -> None:
     entries = target.entries()
     if _manifest.NAME in entries:
         if not overwrite:
-            raise Exists(f"there is a checkpoint at {target} already", hint="overwrite=True replaces it, once the new one is whole")
+            raise Exists(
+                f"there is a checkpoint at {target} already",
+                hint="overwrite=True replaces it, once the new one is whole",
+            )
         return
     if not entries or (not target.local and set(entries) <= _OURS):
         return  # In a bucket: what a dead attempt left.
-    found = Fault(target.url, "nothing, or an empty folder", ", ".join(entries[:6]) + (", …" if len(entries) > 6 else ""))
+    found = Fault(
+        target.url, "nothing, or an empty folder", ", ".join(entries[:6]) + (", …" if len(entries) > 6 else "")
+    )
     if any(step_of(name) is not None for name in entries):
         raise Exists(f"{target} is a root of steps", [found], hint=f'save one in it: "{target / "1000"}"')
     raise Exists(f"{target} holds files that are not ckpt_jax's to delete", [found], hint="choose another path")
@@ -194,7 +203,7 @@ _OURS = {"state", "_CHECKPOINT_METADATA", "orbax.checkpoint", "commit_success.tx
 
 
 def begin(target: Folder, *, overwrite: bool) -> Attempt:
-    """Starts an attempt: the way is free, leftovers are gone, and a folder is there to write in (one process calls this)."""
+    """Starts an attempt, in one process: the way is free, leftovers are gone, and there is a folder to write in."""
     check_free(target, overwrite=overwrite)
     nonce = secrets.token_hex(8)
     if not target.local:
@@ -233,7 +242,9 @@ def commit(attempt: Attempt, manifest: Manifest) -> None:
         attempt.folder.sync()
         _put_in_place(attempt)
     elif attempt.state != "state":  # Overwriting in a bucket: one put takes the old one's place.
-        old = {path for path in attempt.target.files() if not path.startswith(f"{attempt.state}/")} - set(manifest.files)
+        old = {path for path in attempt.target.files() if not path.startswith(f"{attempt.state}/")} - set(
+            manifest.files
+        )
         attempt.target.write(_manifest.NAME, data)
         for path in old - {_manifest.NAME}:
             attempt.target.unlink(path)
@@ -278,8 +289,8 @@ def point(target: Folder, manifest: Manifest) -> None:
         return
     old = target.parent.read(LATEST)
     try:
-        newer = old is not None and int(json.loads(old)["step"]) > manifest.step
-        if newer and (target.parent / str(json.loads(old)["step"])).exists():
+        named = int(json.loads(old)["step"]) if old else -1
+        if named > manifest.step and (target.parent / str(named)).exists():
             return
     except (ValueError, KeyError, TypeError):
         pass  # Whatever it says, it is a hint, and is written anew.

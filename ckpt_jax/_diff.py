@@ -57,7 +57,9 @@ class Diff:
     def __str__(self) -> str:
         if self.equal:
             return f"{self.a} and {self.b} hold the same: {self.same:,} leaves, bit for bit"
-        head = f"{self.a} (a) and {self.b} (b) differ in {len(self.changes):,} places; {self.same:,} leaves are the same:"
+        head = (
+            f"{self.a} (a) and {self.b} (b) differ in {len(self.changes):,} places; {self.same:,} leaves are the same:"
+        )
         return "\n".join([head, *(f"  {change}" for change in self.changes)])
 
 
@@ -74,7 +76,7 @@ def diff(a: _storage.PathLike, b: _storage.PathLike) -> Diff:
     >>> _ = ck.save("memory://docs/diff/1", {"w": np.zeros(3), "n": 1})
     >>> _ = ck.save("memory://docs/diff/2", {"w": np.ones(3), "n": 1})
     >>> print(ck.diff("memory://docs/diff/1", "memory://docs/diff/2"))
-    memory://docs/diff/1 (a) and memory://docs/diff/2 (b) differ in 1 places; 1 leaves are the same:
+    memory://docs/diff/1 (a) and memory://docs/diff/2 (b) differ in 1 place; 1 leaves are the same:
       w: values differ: 3 of 3 elements, by at most 1 / float64[3]
     """
     *_, found = progress(a, b)
@@ -154,5 +156,3 @@ def _largest(x: np.ndarray, y: np.ndarray) -> float:
     with np.errstate(all="ignore"):
         gap = np.abs(x.astype(np.float64) - y.astype(np.float64))
     return float(np.nanmax(gap)) if not np.isnan(gap).all() else 0.0
-
-

@@ -18,7 +18,9 @@ def damaged(place: Folder, faults: list[Fault]) -> Corrupt:
 
 def gone(place: Folder) -> NotFound:
     """What to say when a checkpoint vanished under a reader."""
-    return NotFound(f"{place} was deleted while being read", hint="`ckpt-jax ls` on the folder above lists what is there")
+    return NotFound(
+        f"{place} was deleted while being read", hint="`ckpt-jax ls` on the folder above lists what is there"
+    )
 
 
 def unreadable(place: Folder, manifest: Manifest, bad: list[tuple[_arrays.Wanted, str]]) -> Exception:
@@ -52,6 +54,10 @@ def name_leaves(place: Folder, manifest: Manifest, faults: list[Fault]) -> list[
     named = []
     for fault in faults:
         leaves = sorted(inside.get(fault.place, ()))
-        note = f" (holds {', '.join(leaves[:5])}{f' and {len(leaves) - 5} more' if len(leaves) > 5 else ''})" if leaves else ""
+        note = (
+            f" (holds {', '.join(leaves[:5])}{f' and {len(leaves) - 5} more' if len(leaves) > 5 else ''})"
+            if leaves
+            else ""
+        )
         named.append(Fault(fault.place, fault.expected, fault.found + note))
     return named

@@ -1,12 +1,15 @@
 """Leaves: what each becomes on disk, and what comes back for it."""
 
+import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.core
 import ml_dtypes  # noqa: F401  Registers bfloat16, float8 and the like with NumPy.
+import msgspec
 import numpy as np
 
 from . import _manifest
@@ -19,8 +22,7 @@ _KINDS = "biufcV"  # NumPy's kinds of numbers; V are ml_dtypes' ones, and struct
 _ADDRESS = re.compile(r"\b0x[0-9a-f]{6,16}\b")
 
 
-@dataclass(frozen=True, slots=True)
-class Encoded:
+class Encoded(msgspec.Struct, gc=False):
     """A leaf ready to be saved: its record, and the array it lies in, if it lies in one."""
 
     leaf: Leaf
@@ -39,7 +41,7 @@ class _Registered:
 _REGISTERED: dict[type, _Registered] = {}
 
 
-def register_leaf(type: type, encode: Callable[[Any], Any], decode: Callable[[Any], Any]) -> None:  # noqa: A002
+def register_leaf(type: type, encode: Callable[[Any], Any], decode: Callable[[Any], Any]) -> None:
     """Teaches ckpt_jax to save leaves of one more type.
 
     Args:
@@ -150,7 +152,7 @@ def _encode_jax(value: jax.Array) -> Encoded:
         raise _Refused("an array that was deleted or donated: its values are gone")
     weak = bool(getattr(value, "weak_type", False))
     if not is_key_dtype(value.dtype):
-        return Encoded(Leaf("array", dtype=value.dtype.name, shape=value.shape, weak=weak), value)
+        return Encoded(Leaf("array", dtype=name_of(value.dtype), shape=value.shape, weak=weak), value)
     impl = jax.random.key_impl(value)
     data = jax.random.key_data(value)
     if not isinstance(impl, str) or data.ndim != value.ndim + 1:
@@ -159,7 +161,18 @@ def _encode_jax(value: jax.Array) -> Encoded:
 
 
 def is_key_dtype(dtype: Any) -> bool:
-    return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    return not isinstance(dtype, np.dtype) and jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def x64() -> bool:
+    """Whether JAX holds 64-bit values now."""
+    return bool(jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@functools.cache
+def name_of(dtype: np.dtype) -> str:
+    """`dtype.name`, which NumPy works out anew each time."""
+    return dtype.name
 
 
 # --- live leaves ------------------------------------------------------------------------------------------------------
@@ -213,8 +226,7 @@ def live_state(leaf: Leaf, process: int, processes: int) -> Any:
 # --- from disk --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(msgspec.Struct, frozen=True, gc=False):
     """What a leaf should come back as.
 
     Attributes:
@@ -257,13 +269,13 @@ def target(value: Any) -> Target:
         if is_key_dtype(value.dtype):
             return Target("key", f"key<{_impl(value.dtype)}>", value.shape, sharding, committed, like=value)
         weak = bool(getattr(value, "weak_type", False))
-        return Target("jax", value.dtype.name, value.shape, sharding, committed, weak, value)
+        return Target("jax", name_of(value.dtype), value.shape, sharding, committed, weak, value)
     if kind in _SCALARS or isinstance(value, (np.str_, np.bytes_)):
         return Target("scalar", kind.__name__, like=value)
     if isinstance(value, np.generic):
         return Target("generic", value.dtype.name, like=value)
     if isinstance(value, np.ndarray):
-        return Target("numpy", value.dtype.name, value.shape, like=value)
+        return Target("numpy", name_of(value.dtype), value.shape, like=value)
     if is_live(value):
         return Target("live", type_name(value), like=value)
     raise _Refused(_why_not(value))
@@ -308,11 +320,10 @@ def scalar(name: str, leaf: Leaf) -> Any:
             return value
         if leaf.dtype in _NUMPY_TEXT:
             return _NUMPY_TEXT[leaf.dtype](value)
-        if leaf.dtype == "float" and type(value) is int:  # JSON may have lost the point.
-            return float(value)
-        raise ValueError(f"a {type(value).__name__}")
+        found = f"a {type(value).__name__}"
     except (ValueError, TypeError) as error:
-        raise Corrupt(f"{name} is damaged", [Fault(name, f"a value of type {leaf.dtype}", str(error))]) from error
+        found = str(error)
+    raise Corrupt(f"{name} is damaged", [Fault(name, f"a value of type {leaf.dtype}", found)])
 
 
 def decode_registered(value: Any, leaf: Leaf, like: Any) -> Any:

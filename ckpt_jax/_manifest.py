@@ -1,6 +1,7 @@
 """The manifest: what a checkpoint consists of, as typed data that can be written, read and trusted."""
 
 import base64
+import functools
 import hashlib
 import math
 import re
@@ -23,7 +24,7 @@ _STATE = re.compile(r"state(\.[0-9a-f]+)?\Z")
 _EXACT = 2**53  # JSON readers in other languages hold integers exactly up to here.
 
 
-class Node(msgspec.Struct, omit_defaults=True):
+class Node(msgspec.Struct, omit_defaults=True, gc=False):
     """A container: a dict, list, tuple or None, or a registered node whose children are `named` or `unnamed`.
 
     `keys` are a dict's keys or a node's child names, as JSON (a tuple key is a list). `type` says what class it was;
@@ -37,7 +38,7 @@ class Node(msgspec.Struct, omit_defaults=True):
     static: str = ""
 
 
-class Leaf(msgspec.Struct, omit_defaults=True):
+class Leaf(msgspec.Struct, omit_defaults=True, gc=False):
     """One leaf.
 
     Attributes:
@@ -90,7 +91,7 @@ class Leaf(msgspec.Struct, omit_defaults=True):
         return self.dtype if self.kind == "scalar" else f"live {self.type}"
 
 
-class File(msgspec.Struct, omit_defaults=True, array_like=True):
+class File(msgspec.Struct, omit_defaults=True, array_like=True, gc=False):
     """A file's size, and the XXH3-128 of a small one (chunks have digests of their own)."""
 
     bytes: int
@@ -152,6 +153,7 @@ class Part(msgspec.Struct):
     tree: str  # Digest of the structure and of every leaf's shape and dtype.
 
 
+@functools.cache
 def itemsize(dtype: str) -> int:
     """Bytes of one element as stored: JAX's types of less than a byte take one each."""
     bits = re.search(r"\d+", dtype)
@@ -164,6 +166,18 @@ def nbytes(leaf: Leaf) -> int:
 
 def chunk_bytes(leaf: Leaf) -> int:
     return itemsize(leaf.dtype) * math.prod(leaf.chunk)
+
+
+def human(size: float) -> str:
+    """A size in bytes for people.
+
+    >>> human(1_490_000_000)
+    '1.49 GB'
+    """
+    units = iter(("B", "kB", "MB", "GB", "TB", "PB"))
+    while (unit := next(units)) != "PB" and size >= 999.5:
+        size /= 1000
+    return f"{size:.3g} {unit}" if size < 999.5 else f"{size:,.0f} {unit}"
 
 
 # --- values in JSON ---------------------------------------------------------------------------------------------------
@@ -321,12 +335,12 @@ def _faults(manifest: Manifest):
             yield Fault(name, "array, key, scalar or live", repr(leaf.kind))
         if not leaf.stored:
             continue
-        if len(leaf.chunk) != len(leaf.shape) or any(n < 0 for n in leaf.shape) or any(n < 1 for n in leaf.chunk):
+        if len(leaf.chunk) != len(leaf.shape) or min(leaf.shape, default=0) < 0 or min(leaf.chunk, default=1) < 1:
             yield Fault(name, "a chunk shape that fits the shape", f"chunk {leaf.chunk}, shape {leaf.shape}")
-        elif len(leaf.digests) != DIGEST * leaf.chunks:
-            yield Fault(name, f"{leaf.chunks} digests", f"{len(leaf.digests) / DIGEST:g}")
+        elif len(leaf.digests) != DIGEST * (chunks := leaf.chunks):
+            yield Fault(name, f"{chunks} digests", f"{len(leaf.digests) / DIGEST:g}")
         else:
-            told += leaf.chunks * chunk_bytes(leaf)
+            told += chunks * chunk_bytes(leaf)
         if leaf.kind == "key" and not leaf.shape:
             yield Fault(name, "key data with a trailing axis", "a 0-d array")
     if told > held:

@@ -11,7 +11,7 @@ from . import _arrays, _chunks, _commit, _faults, _manifest, _storage, _structur
 from ._manifest import Leaf, Manifest, Node
 
 
-def open(path: _storage.PathLike) -> "Checkpoint":  # noqa: A001
+def open(path: _storage.PathLike) -> "Checkpoint":
     """Opens a checkpoint to look at it; reads its manifest only.
 
     Args:
@@ -164,7 +164,7 @@ class Checkpoint(Mapping[str, LazyArray]):
         if self._store is None:
             self._store = _arrays.open_store(self._place / self.manifest.state)
         values = np.empty(_chunks.extent(box), leaf.dtype)
-        requests = [_arrays.wanted(name, leaf, coords) for coords in _chunks.covering(box, leaf.chunk)]
+        requests = _arrays.wanted(name, leaf, _chunks.covering(box, leaf.chunk))
         bad = []
         for chunk, data, found in _arrays.read(requests, [self._store]):
             if data is None:
@@ -173,7 +173,7 @@ class Checkpoint(Mapping[str, LazyArray]):
             cell = _chunks.cell(chunk.coords, leaf.chunk, leaf.shape)
             shared = _chunks.overlap(box, cell)
             if shared is not None:
-                source = np.frombuffer(data, np.dtype(leaf.dtype).newbyteorder("<")).reshape(leaf.chunk)
+                source = np.frombuffer(data, _arrays.little(leaf.dtype)).reshape(leaf.chunk)
                 values[_chunks.slices(shared, box)] = source[_chunks.slices(shared, cell)]
         if bad:
             raise _faults.unreadable(self._place, self.manifest, bad)
@@ -223,24 +223,13 @@ def basic_index(index: Any, shape: tuple[int, ...], name: str) -> tuple[_chunks.
 # --- for notebooks ----------------------------------------------------------------------------------------------------
 
 
-def human(size: float) -> str:
-    """A size in bytes for people.
-
-    >>> human(1_490_000_000)
-    '1.49 GB'
-    """
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if size < 1000 or unit == "TB":
-            return f"{size:.3g} {unit}" if size < 1000 else f"{size:,.0f} {unit}"
-        size /= 1000
-    raise AssertionError("unreachable")
-
-
 def _html(checkpoint: Checkpoint) -> str:
     """The tree, collapsible, with shape, dtype and size of every leaf, and the size of every branch."""
     manifest = checkpoint.manifest
     title = "Checkpoint" if manifest.step is None else f"Step {manifest.step}"
-    head = f"<b>{title}</b> {html.escape(checkpoint.path)}: {len(checkpoint):,} leaves, {human(manifest.nbytes)}"
+    head = (
+        f"<b>{title}</b> {html.escape(checkpoint.path)}: {len(checkpoint):,} leaves, {_manifest.human(manifest.nbytes)}"
+    )
     body = _html_node(manifest.tree, "", "tree", manifest.leaves.__getitem__)[0]
     return f'<div style="font-family: monospace; line-height: 1.5">{head}{body}</div>'
 
@@ -249,7 +238,7 @@ def _html_node(node: Node | str, name: str, label: str, leaf: Callable[[str], Le
     if isinstance(node, str):
         found = leaf(name or _structure.ROOT)
         size = _manifest.nbytes(found)
-        shown = f" {human(size)}" if found.stored else ""
+        shown = f" {_manifest.human(size)}" if found.stored else ""
         return f"<div>{html.escape(label)}: {html.escape(str(found))}{shown}</div>", size
     if not node.children:
         return f"<div>{html.escape(label)}: {html.escape(_structure.says(node))}</div>", 0
@@ -259,7 +248,7 @@ def _html_node(node: Node | str, name: str, label: str, leaf: Callable[[str], Le
         parts.append(text)
         total += size
     kind = html.escape(node.type.rpartition(".")[2] or node.kind)
-    summary = f"{html.escape(label)} <i>{kind}</i> of {len(parts):,}, {human(total)}"
+    summary = f"{html.escape(label)} <i>{kind}</i> of {len(parts):,}, {_manifest.human(total)}"
     opened = " open" if not name else ""
     return (
         f"<details{opened}><summary>{summary}</summary>"

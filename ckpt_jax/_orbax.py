@@ -5,6 +5,8 @@ import json
 import time
 from typing import Any
 
+import msgspec
+
 from ._manifest import Leaf, Manifest, Node
 from ._structure import ROOT, join, keys_of, part
 
@@ -100,7 +102,7 @@ def sidecars(manifest: Manifest, device: str) -> dict[str, bytes]:
     }
     if strings:
         contents[f"{item}/_strings.json"] = strings
-    files = {path: json.dumps(value).encode() for path, value in contents.items()}
+    files = {path: msgspec.json.encode(value) for path, value in contents.items()}
     return files | {"orbax.checkpoint": b"", "commit_success.txt": b"Written by ckpt_jax.\n"}
 
 

@@ -1,61 +1,58 @@
 """Placing: chunks put together into the pieces that devices hold, and those into an array that owns its memory."""
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
 
-from . import _chunks
+from . import _arrays, _chunks, _leaves
 from ._chunks import Box, Shape
 from ._leaves import Target
 from ._manifest import Leaf
 
 try:  # One call an array, with weak type and commitment, and a true copy. The public way takes five times as long.
     from jax._src.core import ShapedArray, update_aval_with_sharding
-    from jax._src.lib import xla_client
+    from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 
-    _put = xla_client.batched_device_put
-except (ImportError, AttributeError):  # pragma: no cover  A later jax; tests run this way too.
-    _put = None
+    _put: Any = xla_client.batched_device_put  # pyright: ignore[reportPrivateImportUsage]
+except (ImportError, AttributeError):  # A later jax; a test goes this way too.
+    _put = ShapedArray = update_aval_with_sharding = None
 
 
-@dataclass
+@functools.lru_cache(4096)
+def _needs(shape: Shape, chunk: Shape, sharding: Any) -> tuple[list[Box], list[Shape]]:
+    """The boxes of an array that this process needs, and the chunks that cover them, each once."""
+    if sharding is None:
+        boxes = [_chunks.whole(shape)]
+    else:
+        boxes = list({_chunks.box(i or (), shape): 0 for i in sharding.addressable_devices_indices_map(shape).values()})
+    if len(boxes) == 1:
+        return boxes, list(_chunks.covering(boxes[0], chunk))
+    return boxes, sorted({coords for box in boxes for coords in _chunks.covering(box, chunk)})
+
+
 class Plan:
-    """How one leaf is put together: the boxes this process needs, and the chunks that cover them."""
+    """How one leaf is put together: the boxes that this process needs, and the chunks that cover them."""
 
-    leaf: Leaf
-    want: Target
-    boxes: list[Box] = field(init=False)
-    coords: list[Shape] = field(init=False)
-    pieces: dict[Box, np.ndarray] = field(init=False, default_factory=dict)
-    left: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        shape, chunk = self.leaf.shape, self.leaf.chunk
-        if self.want.kind in ("jax", "key") and self.want.sharding is not None:
-            indices = self.want.sharding.addressable_devices_indices_map(shape).values()
-            self.boxes = list(dict.fromkeys(_chunks.box(index or (), shape) for index in indices))
-        else:
-            self.boxes = [_chunks.whole(shape)]
-        if len(self.boxes) == 1:
-            self.coords = list(_chunks.covering(self.boxes[0], chunk))
-        else:
-            self.coords = sorted({coords for box in self.boxes for coords in _chunks.covering(box, chunk)})
+    def __init__(self, leaf: Leaf, want: Target):
+        self.leaf, self.want = leaf, want
+        self.device = want.kind in ("jax", "key")
+        self.boxes, self.coords = _needs(leaf.shape, leaf.chunk, want.sharding if self.device else None)
+        self.pieces: dict[Box, np.ndarray] = {}
         self.left = len(self.coords)
 
     def add(self, coords: Shape, data: memoryview) -> bool:
         """Takes one chunk's bytes; says whether that was the last."""
-        dtype = np.dtype(self.leaf.dtype)
-        values = np.frombuffer(data, dtype.newbyteorder("<")).reshape(self.leaf.chunk)
+        values = np.frombuffer(data, _arrays.little(self.leaf.dtype)).reshape(self.leaf.chunk)
         cell = _chunks.cell(coords, self.leaf.chunk, self.leaf.shape)
         for box in self.boxes:
-            if box == cell and self.want.kind in ("jax", "key"):  # Just one piece: no copy but the one to the device.
+            if box == cell and self.device:  # Just one piece: no copy but the one to the device.
                 self.pieces[box] = values[tuple(map(slice, _chunks.extent(cell)))]
             elif (shared := _chunks.overlap(box, cell)) is not None:
                 if box not in self.pieces:
-                    self.pieces[box] = np.empty(_chunks.extent(box), dtype)
+                    self.pieces[box] = np.empty(_chunks.extent(box), self.leaf.dtype)
                 self.pieces[box][_chunks.slices(shared, box)] = values[_chunks.slices(shared, cell)]
         self.left -= 1
         return self.left == 0
@@ -76,12 +73,17 @@ def place(pieces: dict[Box, np.ndarray], want: Target) -> Any:
         data = _on_devices(pieces, want, "uint32", (*want.shape, _trailing(pieces)))
         return jax.random.wrap_key_data(data, impl=want.dtype.removeprefix("key<").removesuffix(">"))
     if want.kind == "jax":
-        return _on_devices(pieces, want, str(jax.dtypes.canonicalize_dtype(want.dtype)), want.shape)
+        return _on_devices(pieces, want, _canonical(want.dtype, _leaves.x64()), want.shape)
     (piece,) = pieces.values()
     if want.kind == "scalar":
         return piece[()].item()
     piece = piece.astype(want.dtype, copy=False)
     return piece[()] if want.kind == "generic" else piece
+
+
+@functools.cache
+def _canonical(dtype: str, x64: bool) -> str:
+    return str(jax.dtypes.canonicalize_dtype(dtype))
 
 
 def _trailing(pieces: dict[Box, np.ndarray]) -> int:
@@ -90,20 +92,26 @@ def _trailing(pieces: dict[Box, np.ndarray]) -> int:
 
 def _on_devices(pieces: dict[Box, np.ndarray], want: Target, dtype: str, shape: Shape) -> jax.Array:
     """A jax array of its own memory, committed or not, with the weak type that is asked for."""
-    sharding = want.sharding or jax.sharding.SingleDeviceSharding(_default_device())
-    cast = {box: piece.astype(dtype, copy=False) for box, piece in pieces.items()}
-    if len(cast) == 1:
-        devices = [*sharding.addressable_devices_indices_map(shape)] if want.sharding else [_default_device()]
-        values: Sequence[np.ndarray] = list(cast.values()) * len(devices)
-    else:
-        indices = sharding.addressable_devices_indices_map(shape)
-        devices = list(indices)
-        values = [cast[_chunks.box(index or (), shape)] for index in indices.values()]
+    sharding, devices, boxes, aval = _destination(want.sharding or _default_device(), shape, dtype, want.weak)
+    if next(iter(pieces.values())).dtype != _arrays.little(dtype):
+        pieces = {box: piece.astype(dtype) for box, piece in pieces.items()}
+    values = [pieces[box] for box in boxes]
     if _put is not None:
-        aval = update_aval_with_sharding(ShapedArray(shape, np.dtype(dtype), weak_type=want.weak), sharding)
         # force_copy: the public device_put(may_alias=False) still aliases aligned NumPy memory on CPU (jax 0.10.2).
         return _put(aval, sharding, values, devices, want.committed, True)
     return _public(values, devices, sharding, want, shape)
+
+
+@functools.lru_cache(4096)
+def _destination(where: Any, shape: Shape, dtype: str, weak: bool) -> tuple[Any, list[Any], list[Box], Any]:
+    """A sharding, its devices, the box of each, and JAX's abstract value for the array."""
+    sharding = where if isinstance(where, jax.sharding.Sharding) else jax.sharding.SingleDeviceSharding(where)
+    indices = sharding.addressable_devices_indices_map(shape)
+    boxes = [_chunks.box(index or (), shape) for index in indices.values()]
+    aval = None
+    if _put is not None:
+        aval = update_aval_with_sharding(ShapedArray(shape, np.dtype(dtype), weak_type=weak), sharding)
+    return sharding, list(indices), boxes, aval
 
 
 def _public(

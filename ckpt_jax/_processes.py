@@ -32,7 +32,7 @@ class Group:
         """
         try:
             return self.client.blocking_key_value_get(f"{self.tag}/{key}", int(timeout * 1000))
-        except Exception as error:  # noqa: BLE001  JAX raises its own type, which it does not export.
+        except Exception as error:
             raise CheckpointError(
                 f"process {process} did not get through the phase `{phase}` within {timeout:g} s",
                 [Fault(f"process {process}", f"a message after `{phase}`", str(error).partition("\n")[0][:200])],

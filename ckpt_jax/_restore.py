@@ -1,11 +1,13 @@
 """Restore: a checkpoint becomes a tree, on whatever sharding is asked for."""
 
 import fnmatch
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
+import msgspec
 import numpy as np
 
 from . import _arrays, _chunks, _commit, _faults, _leaves, _place, _processes, _storage, _structure, _tree
@@ -69,7 +71,9 @@ def restore(
     flat = _tree.flatten(like)
     targets, faults = _leaves.targets({name: leaf for name, leaf in flat.leaves.items() if wanted(name)})
     targets = _on(targets, _sharding_of(sharding, flat))
-    kept = {n: v for n, v in flat.leaves.items() if not wanted(n) or (on_missing == "keep" and n not in manifest.leaves)}
+    kept = {
+        n: v for n, v in flat.leaves.items() if not wanted(n) or (on_missing == "keep" and n not in manifest.leaves)
+    }
     saved = {name: leaf for name, leaf in manifest.leaves.items() if wanted(name)}
     faults += _structure_faults(manifest, flat, wanted, on_missing, on_extra)
     faults += _name_faults(saved, flat, kept, wanted, on_extra)
@@ -149,7 +153,11 @@ def fits(name: str, leaf: Leaf, want: Target, *, cast: bool) -> Fault | None:
     if leaf.kind == "live":
         return fault() if want.kind != "live" else _live_fits(name, leaf)
     if leaf.kind == "key":
-        return fault() if want.kind != "key" or want.dtype != f"key<{leaf.impl}>" or want.shape != leaf.shape[:-1] else None
+        return (
+            fault()
+            if want.kind != "key" or want.dtype != f"key<{leaf.impl}>" or want.shape != leaf.shape[:-1]
+            else None
+        )
     if want.kind == "scalar":
         return None if not leaf.shape and _same_sort(leaf.dtype, want.dtype) else fault()
     if want.kind not in ("jax", "numpy", "generic") or want.shape != leaf.shape:
@@ -165,22 +173,31 @@ def _unplaceable(leaf: Leaf, want: Target) -> str | None:
     """Why a leaf cannot go on the sharding that is asked for."""
     if want.sharding is None or want.kind not in ("jax", "key"):
         return None
-    if isinstance(getattr(want.sharding, "mesh", None), jax.sharding.AbstractMesh):
+    return _uneven(want.sharding, leaf.shape)
+
+
+@functools.lru_cache(4096)
+def _uneven(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> str | None:
+    if isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh):
         raise Unsupported(
             "`like` is sharded over an abstract mesh, which has no devices to put arrays on",
             hint="give NamedSharding(mesh, spec) with a mesh from jax.make_mesh, or pass `sharding=`",
         )
     try:
-        want.sharding.shard_shape(leaf.shape)
+        sharding.shard_shape(shape)
     except ValueError as error:
-        return f"{leaf} cannot be cut as its sharding says: {str(error).partition(chr(10))[0][:200]}"
+        return f"{list(shape)} cannot be cut as its sharding says: {str(error).partition(chr(10))[0][:200]}"
     return None
 
 
 def _scalar_fits(leaf: Leaf, want: Target, fault: Callable[..., Fault], *, cast: bool) -> Fault | None:
     if want.kind == "scalar":
         return None if want.dtype == leaf.dtype else fault()
-    if want.kind not in ("jax", "numpy", "generic") or want.shape or leaf.dtype not in ("int", "float", "bool", "complex"):
+    if (
+        want.kind not in ("jax", "numpy", "generic")
+        or want.shape
+        or leaf.dtype not in ("int", "float", "bool", "complex")
+    ):
         return fault()
     value = _leaves.scalar("", leaf)
     exact = _same_sort(want.dtype, leaf.dtype) and _exactly(value, want.dtype)
@@ -225,9 +242,14 @@ def _castable(value: Any, dtype: str) -> bool:
     return True
 
 
+@functools.lru_cache(64)
+def _held_x64(dtype: str, x64: bool) -> bool:
+    return bool(jax.dtypes.canonicalize_dtype(dtype) == np.dtype(dtype))
+
+
 def _held(dtype: str) -> bool:
     """Whether a jax array can have this dtype, as JAX is set up now."""
-    return bool(jax.dtypes.canonicalize_dtype(dtype) == np.dtype(dtype))
+    return _held_x64(dtype, _leaves.x64())
 
 
 # --- where it goes ----------------------------------------------------------------------------------------------------
@@ -246,7 +268,9 @@ def _sharding_of(sharding: ShardingLike, flat: _tree.Flat) -> Callable[[str, Any
         by_name = _tree.flatten(jax.tree.map(_Held, spread, is_leaf=lambda x: x is None)).leaves
     except ValueError as error:
         text = str(error).partition("\n")[0]
-        raise Mismatch("`sharding` is no prefix of `like`", [Fault("sharding", "a tree prefix of `like`", text)]) from error
+        raise Mismatch(
+            "`sharding` is no prefix of `like`", [Fault("sharding", "a tree prefix of `like`", text)]
+        ) from error
     return lambda name, shape, dtype: by_name[name].value
 
 
@@ -267,7 +291,7 @@ def _on(targets: dict[str, Target], sharding: Callable[[str, Any, Any], Any]) ->
                 if not isinstance(found, jax.sharding.Sharding):
                     raise TypeError(f"sharding for {name} is a jax.sharding.Sharding or None, not {found!r}")
                 kind = "key" if want.kind == "key" else "jax"
-                placed[name] = replace(want, kind=kind, sharding=found, committed=True)
+                placed[name] = msgspec.structs.replace(want, kind=kind, sharding=found, committed=True)
                 continue
         placed[name] = want
     return placed
@@ -277,14 +301,14 @@ def _without_target(
     place: _storage.Folder, manifest: Manifest, sharding: ShardingLike, wanted: Callable[[str], bool]
 ) -> Any:
     saved = {name: leaf for name, leaf in manifest.leaves.items() if wanted(name)}
-    flat = _tree.flatten(_structure.build(manifest.tree, lambda name: _Held(name), wanted))
+    flat = _tree.flatten(_structure.build(manifest.tree, _Held, wanted))
     of = _sharding_of(sharding, flat) if saved else lambda *_: None
     targets = {name: _leaves.default_target(leaf, None) for name, leaf in saved.items()}
     shown = {n: t.dtype for n, t in targets.items()}
     targets = _on(targets, of)
     for name, want in targets.items():
         if want.kind == "jax" and manifest.leaves[name].weak:
-            targets[name] = replace(want, weak=True)
+            targets[name] = msgspec.structs.replace(want, weak=True)
     pairs = {name: (leaf, targets[name]) for name, leaf in saved.items()}
     faults = [
         fault
@@ -309,7 +333,7 @@ def _set_live(pairs: dict[str, tuple[Leaf, Target]], values: dict[str, Any]) -> 
             state = _leaves.live_state(leaf, *_processes.here())
             try:
                 _leaves.set_state(want.like, state)
-            except Exception as error:  # noqa: BLE001  It is the user's object: anything may come.
+            except Exception as error:
                 raise Mismatch(
                     f"{name} does not take the state it had",
                     [Fault(name, f"a {leaf.type} that takes its state", f"{type(error).__name__}: {error}")],
@@ -351,12 +375,10 @@ def _from_int(value: int, dtype: str) -> np.ndarray:
     return np.array(value, dtype) if _exactly(value, dtype) else np.asarray(value).astype(dtype)
 
 
-def _read_arrays(
-    place: _storage.Folder, manifest: Manifest, pairs: dict[str, tuple[Leaf, Target]]
-) -> dict[str, Any]:
+def _read_arrays(place: _storage.Folder, manifest: Manifest, pairs: dict[str, tuple[Leaf, Target]]) -> dict[str, Any]:
     store = _arrays.open_store(place / manifest.state)
     plans = {name: _place.Plan(leaf, want) for name, (leaf, want) in pairs.items()}
-    requests = (_arrays.wanted(name, plan.leaf, coords) for name, plan in plans.items() for coords in plan.coords)
+    requests = (chunk for name, plan in list(plans.items()) for chunk in _arrays.wanted(name, plan.leaf, plan.coords))
     values = {name: plan.finish() for name, plan in plans.items() if not plan.coords}
     bad: list[tuple[_arrays.Wanted, str]] = []
     for chunk, data, found in _arrays.read(requests, [store]):

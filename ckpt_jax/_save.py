@@ -141,15 +141,19 @@ def _write_part(attempt: _commit.Attempt, manifest: Manifest, snapshot: Snapshot
     )
     place.sync()
     manifest.seconds["write"] = time.perf_counter() - started
-    shapes = {name: (str(leaf), leaf.kind, leaf.chunk) for name, leaf in manifest.leaves.items()}
     return Part(
         process=group.index,
         chunks={name: found for name, found in digests.items() if name not in extra},
         files={},
         live=snapshot.live,
         shared=snapshot.shared | _scalar_digests(manifest.leaves, group),
-        tree=xxhash.xxh3_128_hexdigest(msgspec.json.encode([manifest.tree, shapes])),
+        tree=_tree_digest(manifest) if group.count > 1 else "",
     )
+
+
+def _tree_digest(manifest: Manifest) -> str:
+    shapes = {name: (str(leaf), leaf.kind, leaf.chunk) for name, leaf in manifest.leaves.items()}
+    return xxhash.xxh3_128_hexdigest(msgspec.json.encode([manifest.tree, shapes]))
 
 
 def _scalars(leaves: dict[str, Leaf]) -> dict[str, tuple[Leaf, np.ndarray]]:
@@ -239,5 +243,3 @@ def _follow(target: _storage.Folder, manifest: Manifest, snapshot: Snapshot, gro
         return _commit.load(target)
     except NotFound as error:
         raise CheckpointError(f"process 0 committed {target}, but it cannot be seen here: {error.summary}") from error
-
-

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import msgspec
 import numpy as np
 import xxhash
 
@@ -14,8 +15,7 @@ from ._leaves import Encoded
 from ._manifest import Leaf
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(msgspec.Struct, gc=False):
     """One chunk that this process writes: its place, and its values (less than the chunk shape at an array's edge)."""
 
     name: str
@@ -43,6 +43,15 @@ class Snapshot:
     shared: dict[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """How arrays of one shape and sharding are cut: the same for all of them, so worked out once."""
+
+    chunk: Shape
+    boxes: list[tuple[int, Box, Sequence[int], list[tuple[Shape, int, Box]]]]  # (shard, box, holders, cells)
+    asynchronous: bool  # Whether a copy to the host can be started ahead.
+
+
 def take(encoded: dict[str, Encoded], process: int = 0, processes: int = 1) -> Snapshot:
     """This process's chunks of every leaf.
 
@@ -50,8 +59,9 @@ def take(encoded: dict[str, Encoded], process: int = 0, processes: int = 1) -> S
     Elsewhere all copies to the host are started before the first is waited for.
     """
     snapshot = Snapshot({name: item.leaf for name, item in encoded.items()})
+    layouts: dict[Any, _Layout] = {}
     known: dict[Any, int] = {}
-    pending: list[tuple[str, Leaf, Box, Any, list[tuple[Shape, int]]]] = []
+    pending: list[tuple[str, Any, Box, list[tuple[Shape, int, Box]]]] = []
     for turn, (name, item) in enumerate(encoded.items()):
         leaf, array = item.leaf, item.array
         if leaf.kind == "live" and "global" not in leaf.value:
@@ -61,53 +71,65 @@ def take(encoded: dict[str, Encoded], process: int = 0, processes: int = 1) -> S
         alone = processes > 1 and (isinstance(array, np.ndarray) or array.is_fully_addressable)
         if alone:
             snapshot.shared[name] = xxhash.xxh3_128_hexdigest(np.ascontiguousarray(array).tobytes())
-        if isinstance(array, np.ndarray):
-            shard, held = array.shape, {_chunks.whole(array.shape): (range(processes), array)}
-        else:
-            shard, held = _shards(array, range(processes) if alone else None, processes)
-            sharding = array.sharding
+        sharding = None if isinstance(array, np.ndarray) else array.sharding
+        key = (sharding, leaf.shape, array.dtype.itemsize, alone)
+        if (layout := layouts.get(key)) is None:
+            layout = layouts[key] = _layout(array, range(processes) if alone or sharding is None else None, processes)
+        leaf.chunk = layout.chunk
+        if sharding is not None:
             if sharding not in known:
                 known[sharding] = len(snapshot.shardings)
                 snapshot.shardings.append(plain(sharding))
             leaf.sharding = known[sharding]
-        writers = max((len(holders) for holders, _ in held.values()), default=1)
-        leaf.chunk = _chunks.grid(array.shape, shard, array.dtype.itemsize, writers)
-        counts = leaf.counts
-        for box, (holders, source) in held.items():
-            cells = list(_chunks.covering(box, leaf.chunk))
-            mine = [
-                (coords, _chunks.position(coords, counts))
-                for number, coords in enumerate(cells)
-                if _chunks.owner(holders, number, len(cells), turn) == process
-            ]
+        shards = None if sharding is None or len(layout.boxes) < 2 else array.addressable_shards
+        for at, box, holders, cells in layout.boxes:
+            mine = [c for i, c in enumerate(cells) if _chunks.owner(holders, i, len(cells), turn) == process]
             if mine:
-                if isinstance(source, jax.Array):
+                source = _shard(array, shards, at)
+                if layout.asynchronous:
                     source.copy_to_host_async()
-                pending.append((name, leaf, box, source, mine))
-    for name, leaf, box, source, mine in pending:
+                pending.append((name, source, box, mine))
+    for name, source, box, mine in pending:
         values = np.asarray(source)
-        for coords, position in mine:
-            cell = _chunks.cell(coords, leaf.chunk, leaf.shape)
-            snapshot.chunks.append(Chunk(name, position, coords, values[_chunks.slices(cell, box)]))
+        snapshot.chunks.extend(Chunk(name, at, coords, values[_chunks.slices(cell, box)]) for coords, at, cell in mine)
     return snapshot
 
 
-def _shards(
-    array: jax.Array, everyone: Sequence[int] | None, processes: int
-) -> tuple[Shape, dict[Box, tuple[Sequence[int], jax.Array]]]:
-    """The shape of a device's box, and for each box that is here: the processes that hold it, and its values.
+def _shard(array: Any, shards: Any, at: int) -> Any:
+    """The values of one box: those of a shard, or the array itself where one device or the host holds all."""
+    if shards is not None:
+        return shards[at].data
+    if isinstance(array, np.ndarray) or (array.is_fully_addressable and array.sharding.num_devices == 1):
+        return array
+    return array.addressable_shards[at].data
 
-    Boxes go by `shard.index`, never by device order, which a mesh may permute.
-    """
-    here = {_chunks.box(shard.index, array.shape): shard.data for shard in array.addressable_shards}
-    if everyone is None and processes > 1:
-        holders: dict[Box, set[int]] = {}
-        for device, index in array.sharding.devices_indices_map(array.shape).items():
-            holders.setdefault(_chunks.box(index, array.shape), set()).add(device.process_index)
-        held = {box: (sorted(holders[box]), data) for box, data in here.items()}
+
+def _layout(array: Any, everyone: Sequence[int] | None, processes: int) -> _Layout:
+    """Boxes go by `shard.index`, never by device order, which a mesh may permute."""
+    shape = array.shape
+    if isinstance(array, np.ndarray):
+        shard, here, asynchronous = shape, {_chunks.whole(shape): 0}, False
     else:
-        held = {box: (everyone or (0,), data) for box, data in here.items()}
-    return array.sharding.shard_shape(array.shape), held
+        shard = array.sharding.shard_shape(shape)
+        here = {_chunks.box(shard.index, shape): i for i, shard in reversed(list(enumerate(array.addressable_shards)))}
+        asynchronous = any(device.platform != "cpu" for device in array.sharding.addressable_devices)
+    holders: dict[Box, Sequence[int]] = dict.fromkeys(here, everyone or (0,))
+    if everyone is None and processes > 1:
+        found: dict[Box, set[int]] = {}
+        for device, index in array.sharding.devices_indices_map(shape).items():
+            found.setdefault(_chunks.box(index, shape), set()).add(device.process_index)
+        holders = {box: sorted(found[box]) for box in here}
+    writers = max(map(len, holders.values()), default=1)
+    chunk = _chunks.grid(shape, shard, array.dtype.itemsize, writers)
+    counts = _chunks.counts(shape, chunk)
+    boxes = []
+    for box, at in here.items():
+        cells = [
+            (coords, _chunks.position(coords, counts), _chunks.cell(coords, chunk, shape))
+            for coords in _chunks.covering(box, chunk)
+        ]
+        boxes.append((at, box, holders[box], cells))
+    return _Layout(chunk, boxes, asynchronous)
 
 
 def plain(sharding: jax.sharding.Sharding) -> dict[str, Any]:
@@ -127,5 +149,3 @@ def plain(sharding: jax.sharding.Sharding) -> dict[str, Any]:
 
 def _axis(part: Any) -> str | None:
     return part if part is None or isinstance(part, str) else str(part)
-
-

@@ -276,7 +276,10 @@ class Folder:
 
         if self.url.startswith("memory://"):
             return _memory()
-        return ts.Context({"file_io_concurrency": {"limit": CONCURRENCY}})
+        # The cache holds OCDBT's tree nodes, which are otherwise read anew for each key.
+        return ts.Context(
+            {"file_io_concurrency": {"limit": CONCURRENCY}, "cache_pool": {"total_bytes_limit": 64 << 20}}
+        )
 
 
 def folder(path: PathLike) -> Folder:

@@ -125,9 +125,7 @@ def _any_wanted(node: Node | str, name: str, wanted: Callable[[str], bool]) -> b
 
 
 def _fault(name: str, saved: Node | str, target: Node | str) -> Fault:
-    return Fault(
-        name or ROOT, says(target), says(saved), f"checkpoint has {says(saved)}, `like` wants {says(target)}"
-    )
+    return Fault(name or ROOT, says(target), says(saved), f"checkpoint has {says(saved)}, `like` wants {says(target)}")
 
 
 def says(node: Node | str) -> str:

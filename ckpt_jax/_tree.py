@@ -14,7 +14,6 @@ from .errors import Fault, Unsupported
 NAME_BYTES = 60_000  # OCDBT keys end at 65,535 bytes, and a chunk's coordinates follow the name.
 
 
-
 @dataclass(frozen=True, slots=True)
 class Flat:
     """A tree taken apart. `leaves` stand in JAX's order, so that `treedef` can put them together again."""
@@ -49,7 +48,9 @@ def flatten(tree: Any) -> Flat:
             if name in leaves:
                 faults.append(Fault(name, "one leaf of this name", "two"))
             if len(name.encode()) > NAME_BYTES:
-                faults.append(Fault(name[:60] + "…", f"a name of at most {NAME_BYTES:,} bytes", f"{len(name.encode()):,}"))
+                faults.append(
+                    Fault(name[:60] + "…", f"a name of at most {NAME_BYTES:,} bytes", f"{len(name.encode()):,}")
+                )
             leaves[name] = node
             return LEAF
         entries, static = level
@@ -102,4 +103,6 @@ def _describe(node: Any, entries: Any) -> tuple[str, list[Any], list[Any]]:
 def _static_digest(static: Any) -> str:
     """A digest of a node's static part; empty where its repr is not the same in every process."""
     text = repr(static)
-    return "" if re.search(r"0x[0-9a-f]{6,}", text) else hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:16]
+    return (
+        "" if re.search(r"0x[0-9a-f]{6,}", text) else hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:16]
+    )

@@ -80,9 +80,14 @@ def progress(path: _storage.PathLike, level: Level = "chunks") -> Iterator[tuple
     except NotFound:
         raise
     except CheckpointError as error:
-        yield Report(place.url, level, error.faults or (Fault("MANIFEST.json", "a manifest", error.summary),), 0, 0, 0.0)
+        yield Report(
+            place.url, level, error.faults or (Fault("MANIFEST.json", "a manifest", error.summary),), 0, 0, 0.0
+        )
         return
-    faults = [*_name_faults(place, manifest), *_faults.name_leaves(place, manifest, _commit.missing_files(place, manifest))]
+    faults = [
+        *_name_faults(place, manifest),
+        *_faults.name_leaves(place, manifest, _commit.missing_files(place, manifest)),
+    ]
     chunks = done = 0
     if level == "chunks":
         faults += _sidecar_faults(place, manifest, {fault.place for fault in faults})
@@ -90,10 +95,10 @@ def progress(path: _storage.PathLike, level: Level = "chunks") -> Iterator[tuple
         bad = []
         store = _arrays.open_store(place / manifest.state)
         requests = (
-            _arrays.wanted(name, leaf, coords)
+            chunk
             for name, leaf in manifest.leaves.items()
             if leaf.stored
-            for coords in _chunks.covering(_chunks.whole(leaf.shape), leaf.chunk)
+            for chunk in _arrays.wanted(name, leaf, _chunks.covering(_chunks.whole(leaf.shape), leaf.chunk))
         )
         for chunk, data, found in _arrays.read(requests, [store]):
             if data is None:

@@ -1,0 +1,307 @@
+"""The command line: `ckpt-jax ls`, `show`, `verify`, `diff`, `demo`; all but the demo start no device."""
+
+import json
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from enum import StrEnum
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from . import _commit, _manifest, _storage
+from ._manifest import Leaf, Manifest
+from .errors import CheckpointError, Corrupt, NotFound
+
+DIFFERS, USAGE = 1, 2  # Exit codes beside 0, as in `diff` and `cmp`.
+_CODES = "Exit codes: 0 fine, 1 it differs or is damaged, 2 wrong usage or nothing there."
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Looks into checkpoints of ckpt_jax, and checks them.",
+    epilog=_CODES,
+)
+
+Path = Annotated[str, typer.Argument(help="A checkpoint: a folder, gs://, s3://.", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="Print the same facts as JSON.")]
+
+
+class Level(StrEnum):
+    files = "files"
+    chunks = "chunks"
+
+
+def main() -> None:
+    """Runs the command; what is wrong with the data becomes a sentence on stderr and an exit code."""
+    try:
+        app()
+    except CheckpointError as error:
+        _fail(str(error), DIFFERS if isinstance(error, Corrupt) else USAGE)
+    except (OSError, ValueError, TypeError) as error:
+        _fail(f"{type(error).__name__}: {error}", USAGE)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    print(f"ckpt-jax: {message}", file=sys.stderr)
+    sys.exit(code)
+
+
+@app.command(epilog=_CODES)
+def ls(root: Annotated[str, typer.Argument(help="A folder of checkpoints.")], as_json: Json = False) -> None:
+    """Lists the checkpoints in a folder, with what is damaged and what was never finished."""
+    place = _storage.folder(root)
+    rows = [_row(place / name) for name in _in_order(place.entries()) if _commit.TMP in name or _is_step(name)]
+    if as_json:
+        _print_json({"root": place.url, "checkpoints": rows})
+        return
+    if not rows:
+        raise NotFound(
+            f"there are no checkpoints in {place}" if place.exists() else f"there is nothing at {place}",
+            hint=f"`ckpt-jax show {place}` shows it" if place.read(_manifest.NAME) else "",
+        )
+    _table(
+        ["step", "saved", "leaves", "size", "state"],
+        [(str(r["name"]), _when(r["time"]), _count(r["leaves"]), _size(r["bytes"]), r["state"]) for r in rows],
+    )
+
+
+def _is_step(name: str) -> bool:
+    return _commit.step_of(name) is not None
+
+
+def _in_order(names: Iterable[str]) -> list[str]:
+    return sorted(names, key=lambda n: (int(_commit.step_of(n.partition(".")[0]) or 0), n))
+
+
+def _row(place: _storage.Folder) -> dict[str, Any]:
+    row: dict[str, Any] = {"name": place.name, "time": None, "leaves": None, "bytes": None}
+    if _commit.TMP in place.name:
+        doing = (
+            "being written" if place.local and place.in_use() else "not finished; the next save of that step removes it"
+        )
+        return row | {"name": place.name.partition(_commit.TMP)[0], "state": doing}
+    try:
+        manifest = _commit.load_data(place)
+        missing = _commit.missing_files(place, manifest)
+    except NotFound:
+        return row | {"state": f"not a checkpoint: no {_manifest.NAME}"}
+    except CheckpointError as error:
+        return row | {"state": f"damaged: {error.faults[0] if error.faults else error.summary}"}
+    state = "ok"
+    if place.read(_commit.BAD) is not None:
+        state = "marked as damaged"
+    elif missing:
+        state = f"damaged: {missing[0]}"
+    elif manifest.step is not None and str(manifest.step) != place.name:
+        state = f"damaged: its manifest says step {manifest.step}"
+    return row | {
+        "time": manifest.time,
+        "leaves": len(manifest.leaves),
+        "bytes": manifest.nbytes,
+        "state": state,
+    }
+
+
+@app.command(epilog=_CODES)
+def show(
+    path: Path,
+    name: Annotated[str | None, typer.Argument(help="One leaf, or a glob of names.", show_default=False)] = None,
+    as_json: Json = False,
+) -> None:
+    """Shows what a checkpoint holds; with NAME, all that is known of one leaf."""
+    place = _storage.folder(path)
+    manifest = _commit.load(place)
+    if name is not None and name in manifest.leaves:
+        facts = _facts(name, manifest.leaves[name], manifest)
+        _print_json(facts) if as_json else _print_facts(facts)
+        return
+    leaves = {n: leaf for n, leaf in manifest.leaves.items() if name is None or _matches(n, name)}
+    if not leaves and name is not None:
+        raise NotFound(f"{place} has no leaf {name!r}", hint=f"`ckpt-jax show {place}` lists them")
+    if as_json:
+        _print_json(_summary(place, manifest) | {"leaves": {n: _facts(n, v, manifest) for n, v in leaves.items()}})
+        return
+    step = "" if manifest.step is None else f"step {manifest.step}, "
+    print(f"{place}: {step}saved {_when(manifest.time)} by {manifest.writers} process{'es' * (manifest.writers > 1)}")
+    print(f"{len(manifest.leaves):,} leaves, {_manifest.human(manifest.nbytes)} in {len(manifest.files):,} files")
+    if manifest.metadata is not None:
+        print(f"metadata: {json.dumps(manifest.metadata)}")
+    print()
+    _table(
+        ["name", "what", "size", "chunks", "sharding"],
+        [
+            (n, str(v), _size(_manifest.nbytes(v) if v.stored else None), _chunk(v), _spread(v, manifest))
+            for n, v in leaves.items()
+        ],
+    )
+
+
+def _matches(name: str, pattern: str) -> bool:
+    from fnmatch import fnmatchcase
+
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+
+
+def _summary(place: _storage.Folder, manifest: Manifest) -> dict[str, Any]:
+    return {
+        "path": place.url,
+        "step": manifest.step,
+        "time": manifest.time,
+        "writers": manifest.writers,
+        "bytes": manifest.nbytes,
+        "files": {path: file.bytes for path, file in manifest.files.items()},
+        "seconds": manifest.seconds,
+        "metadata": manifest.metadata,
+        "seal": manifest.seal,
+    }
+
+
+def _facts(name: str, leaf: Leaf, manifest: Manifest) -> dict[str, Any]:
+    facts: dict[str, Any] = {"name": name, "kind": leaf.kind, "what": str(leaf)}
+    if leaf.stored:
+        facts |= {"shape": leaf.shape, "dtype": leaf.dtype, "bytes": _manifest.nbytes(leaf), "chunk": leaf.chunk}
+        facts |= {"chunks": leaf.chunks, "sharding": _sharding(leaf, manifest), "digests": leaf.digests}
+    else:
+        facts |= {"value": leaf.value}
+    return facts
+
+
+def _print_facts(facts: dict[str, Any]) -> None:
+    width = max(map(len, facts))
+    for key, value in facts.items():
+        shown = value if isinstance(value, str) else json.dumps(value)
+        print(f"{key:<{width}}  {shown}")
+
+
+def _sharding(leaf: Leaf, manifest: Manifest) -> dict[str, Any] | None:
+    return None if leaf.sharding is None else manifest.shardings[leaf.sharding]
+
+
+def _spread(leaf: Leaf, manifest: Manifest) -> str:
+    sharding = _sharding(leaf, manifest)
+    if sharding is None:
+        return leaf.host and "on the host"
+    if "spec" not in sharding:
+        return f"{sharding['devices']} device{'s' * (sharding['devices'] > 1)}"
+    axes = "×".join(f"{name}{size}" for name, size in sharding["axes"].items())
+    parts = ("+".join(p) if isinstance(p, list) else p or "–" for p in sharding["spec"])
+    return f"({', '.join(parts)}) on {axes}"
+
+
+def _bytes(leaf: Leaf) -> str:
+    return _manifest.human(_manifest.nbytes(leaf)) if leaf.stored else ""
+
+
+def _chunk(leaf: Leaf) -> str:
+    return f"{leaf.chunks:,}" if leaf.stored else ""
+
+
+@app.command(epilog=_CODES)
+def verify(
+    path: Path,
+    level: Annotated[
+        Level, typer.Option(help="files: all there, with their sizes; chunks: every digest too.")
+    ] = Level.chunks,
+    as_json: Json = False,
+) -> None:
+    """Checks a checkpoint: every file, and every chunk against its digest."""
+    from . import _verify
+
+    report = _with_progress(_verify.progress(path, level.value), "verifying", unit="bytes")
+    if as_json:
+        faults = [{"place": f.place, "expected": f.expected, "found": f.found} for f in report.faults]
+        _print_json(
+            {"path": report.path, "level": report.level, "ok": report.ok, "faults": faults}
+            | {"chunks": report.chunks, "bytes": report.bytes, "seconds": report.seconds}
+        )
+    elif report.ok:
+        read = (
+            f"{report.chunks:,} chunks read back, all as they were saved"
+            if level is Level.chunks
+            else "all files there"
+        )
+        print(f"{report.path}: {read} ({_manifest.human(report.bytes)}, {report.seconds:.1f} s)")
+    else:
+        print(f"{report.path}: damaged in {len(report.faults)} place{'s' * (len(report.faults) != 1)}:")
+        for fault in report.faults:
+            print(f"  {fault}")
+    if not report.ok:
+        raise typer.Exit(DIFFERS)
+
+
+@app.command(epilog=_CODES)
+def diff(a: Path, b: Path, as_json: Json = False) -> None:
+    """Compares two checkpoints, leaf by leaf, bit for bit."""
+    from . import _diff
+
+    found = _with_progress(_diff.progress(a, b), "comparing", unit="leaves")
+    if as_json:
+        changes = [{"name": c.name, "what": c.what, "a": c.a, "b": c.b} for c in found.changes]
+        _print_json({"a": found.a, "b": found.b, "equal": found.equal, "same": found.same, "changes": changes})
+    else:
+        print(found)
+    if not found.equal:
+        raise typer.Exit(DIFFERS)
+
+
+@app.command(epilog=_CODES)
+def demo(
+    root: Annotated[
+        str | None, typer.Option(help="Where its checkpoints go; by default a new temporary folder.")
+    ] = None,
+) -> None:
+    """Trains a small GPT, kills it in the middle of a save, and resumes it on another mesh."""
+    from . import demo as story
+
+    raise typer.Exit(story.run(root))
+
+
+# --- printing ---------------------------------------------------------------------------------------------------------
+
+
+def _with_progress(steps: Iterator[Any], verb: str, *, unit: str) -> Any:
+    """Runs the steps, with a bar on stderr if that is a terminal; returns the last one, the result."""
+    if not sys.stderr.isatty():
+        *_, result = steps
+        return result
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    count = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
+    columns = (TextColumn(verb), BarColumn(), count, TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(verb)
+        result = None
+        for result in steps:
+            if isinstance(result, tuple):
+                bar.update(task, completed=result[0], total=result[1])
+    return result
+
+
+def _print_json(facts: Any) -> None:
+    print(json.dumps(facts, indent=2))
+
+
+def _table(head: list[str], rows: list[tuple[str, ...]]) -> None:
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    for row in (head, *rows):
+        print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _when(seconds: float | None) -> str:
+    return "–" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def _size(size: float | None) -> str:
+    return "" if size is None else _manifest.human(size)
+
+
+def _count(number: int | None) -> str:
+    return "" if number is None else f"{number:,}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""The demo's settings, as `configs/demo/tiny_gpt.toml` has them."""
+
+import math
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+_PACKAGE = Path(__file__).parent.parent
+Side = Literal["before", "after"]  # The run that is killed, and the one that goes on.
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    vocabulary: int
+    context: int
+    layers: int
+    width: int
+    heads: int
+    dropout: float
+
+
+@dataclass(frozen=True, slots=True)
+class Train:
+    batch: int
+    steps: int
+    warmup: int
+    learning_rate: float
+    weight_decay: float
+    clip: float
+    save_every: int
+    kill_at: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    shape: tuple[int, int]
+    axes: tuple[str, str]
+
+    @property
+    def devices(self) -> int:
+        return math.prod(self.shape)
+
+    def __str__(self) -> str:
+        named = (f"{axis}={size}" for axis, size in zip(self.axes, self.shape, strict=True))
+        return f"{self.shape[0]}x{self.shape[1]} mesh ({', '.join(named)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    model: Model
+    train: Train
+    mesh: dict[Side, Mesh]
+
+
+def where() -> Path:
+    """The settings file: the repository's, or in an installed package the copy that came with it."""
+    ours, packaged = _PACKAGE.parent / "configs", _PACKAGE / "_configs"
+    return (ours if (ours / "demo").is_dir() else packaged) / "demo" / "tiny_gpt.toml"
+
+
+def load(path: Path) -> Settings:
+    tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    meshes: dict[Side, Mesh] = {
+        side: Mesh(tuple(table["shape"]), tuple(table["axes"])) for side, table in tables["mesh"].items()
+    }
+    return Settings(Model(**tables["model"]), Train(**tables["train"]), meshes)
