@@ -28,7 +28,9 @@ class Change:
     def __str__(self) -> str:
         if self.what in ("only in a", "only in b"):
             return f"{self.name}: {self.what} ({self.a or self.b})"
-        return f"{self.name}: {self.what} differ{'' if self.what == 'values' else 's'}: {self.a} / {self.b}"
+        if self.what == "values":
+            return f"{self.name}: values differ: {self.a}{self.b and f' / {self.b}'}"
+        return f"{self.name}: another {self.what}: {self.a} / {self.b}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +59,9 @@ class Diff:
     def __str__(self) -> str:
         if self.equal:
             return f"{self.a} and {self.b} hold the same: {self.same:,} leaves, bit for bit"
-        head = (
-            f"{self.a} (a) and {self.b} (b) differ in {len(self.changes):,} places; {self.same:,} leaves are the same:"
-        )
+        places = f"{len(self.changes):,} place{'s' * (len(self.changes) != 1)}"
+        same = f"{self.same:,} lea{'ves are' if self.same != 1 else 'f is'} the same"
+        head = f"{self.a} (a) and {self.b} (b) differ in {places}; {same}:"
         return "\n".join([head, *(f"  {change}" for change in self.changes)])
 
 
@@ -76,8 +78,8 @@ def diff(a: _storage.PathLike, b: _storage.PathLike) -> Diff:
     >>> _ = ck.save("memory://docs/diff/1", {"w": np.zeros(3), "n": 1})
     >>> _ = ck.save("memory://docs/diff/2", {"w": np.ones(3), "n": 1})
     >>> print(ck.diff("memory://docs/diff/1", "memory://docs/diff/2"))
-    memory://docs/diff/1 (a) and memory://docs/diff/2 (b) differ in 1 place; 1 leaves are the same:
-      w: values differ: 3 of 3 elements, by at most 1 / float64[3]
+    memory://docs/diff/1 (a) and memory://docs/diff/2 (b) differ in 1 place; 1 leaf is the same:
+      w: values differ: 3 of 3 elements, by at most 1
     """
     *_, found = progress(a, b)
     assert isinstance(found, Diff)
@@ -119,10 +121,10 @@ def _compare(name: str, a: Leaf, b: Leaf, one: _open.Checkpoint, two: _open.Chec
     if a.chunk == b.chunk:
         if a.digests == b.digests:
             return None
-        return Change(name, "values", _how_far(one[name], two[name]), str(a))
+        return Change(name, "values", _how_far(one[name], two[name]))
     if all(x.tobytes() == y.tobytes() for x, y in _blocks(one[name], two[name])):
         return None
-    return Change(name, "values", _how_far(one[name], two[name]), str(a))
+    return Change(name, "values", _how_far(one[name], two[name]))
 
 
 def _shown(leaf: Leaf) -> str:

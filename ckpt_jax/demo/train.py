@@ -80,7 +80,7 @@ def build(chosen: settings.Settings) -> dict[str, Any]:
 
 
 def placement(devices: jax.sharding.Mesh) -> Place:
-    """Where each leaf goes: a matrix is cut along both axes of the mesh, whatever their names; the rest is everywhere."""
+    """Where leaves go: a matrix is cut along both axes of the mesh, whatever their names; the rest is everywhere."""
 
     def place(name: str, shape: tuple[int, ...], dtype: Any) -> NamedSharding:
         return NamedSharding(devices, PartitionSpec(*devices.axis_names) if len(shape) == 2 else PartitionSpec())
