@@ -239,7 +239,7 @@ def locate(place: Folder) -> dict[str, str]:
         nodes = [(root, b"")]
         while nodes:
             location, prefix = nodes.pop()
-            with contextlib.suppress(ValueError, OSError):
+            with contextlib.suppress(ValueError, OSError):  # A node that cannot be read: others may be.
                 for entry in ts.ocdbt.dump(base, location).result()["entries"]:
                     _locate_entry(entry, location, prefix, nodes, found)
     return found
@@ -251,5 +251,6 @@ def _locate_entry(
     if "location" in entry:
         nodes.append((entry["location"], prefix + entry.get("subtree_common_prefix", b"")))
         return
-    holder = entry.get("indirect_value", location)
-    found[(prefix + entry["key"]).decode("utf-8", "replace")] = holder.split("::")[-1].split(":")[0]
+    # Such as "value:ocdbt.process_0/:d/0c…:4096:512": kind, base, path, offset, length.
+    _, base, path, *_ = entry.get("indirect_value", location).split(":")
+    found[(prefix + entry["key"]).decode("utf-8", "replace")] = base + path

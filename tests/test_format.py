@@ -86,7 +86,7 @@ def test_a_stranger_notices_a_flipped_bit(tmp_path):
     raw = bytearray(data.read_bytes())
     raw[len(raw) // 3] ^= 1
     data.write_bytes(raw)
-    with pytest.raises(ValueError, match="CRC-32C"):
+    with pytest.raises(ValueError, match="Digest mismatch"):
         read_as_a_stranger(tmp_path / "1")
 
 

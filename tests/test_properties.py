@@ -19,12 +19,13 @@ from hypothesis import HealthCheck, assume, event, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from trees import same
 
 import ckpt_jax as ck
 from ckpt_jax import _arrays, _chunks, _manifest, _open, _snapshot, _storage, _structure, _tree
 from ckpt_jax._leaves import Encoded
 from ckpt_jax._manifest import Leaf, Part
+
+from .trees import same
 
 DEVICES = jax.devices()
 
@@ -333,6 +334,19 @@ def test_a_basic_index_means_what_it_means_to_numpy(data: st.DataObject, shape: 
         assert math.prod(_chunks.extent(box)) <= max(1, values.size)
 
 
+@pytest.mark.parametrize(
+    "index", [np.array([0, 1]), [0, 1], True, np.True_, None, "a", 1.0, (0, None), np.array([True, False]), (..., ...)]
+)
+def test_an_index_that_is_not_basic_is_refused(index: Any) -> None:
+    with pytest.raises(IndexError, match=r"^leaf"):
+        _open.basic_index(index, (2, 3), "leaf")
+
+
+def test_the_size_of_an_axis_costs_no_time() -> None:
+    """A slice of a billion rows is three numbers, not a billion."""
+    assert _open.basic_index(slice(None, None, -3), (10**12,), "leaf") == (((0, 10**12),), (slice(None, None, -3),))
+
+
 @st.composite
 def loose_indices(draw: st.DrawFn, ndim: int) -> Any:
     """Indices that may be out of range, too many, or of NumPy's integers."""
@@ -364,8 +378,9 @@ class _Sharding:
     memory_kind = None
 
     def __init__(self, real: jax.sharding.Sharding, devices: dict[Any, _Device], process: int):
-        self.real, self.devices, self.num_devices = real, devices, len(devices)
-        self.addressable_devices = {device for device in devices.values() if device.process_index == process}
+        self.devices = {device: devices[device] for device in real.device_set}
+        self.real, self.num_devices = real, len(self.devices)
+        self.addressable_devices = {device for device in self.devices.values() if device.process_index == process}
 
     def devices_indices_map(self, shape: tuple[int, ...]) -> dict[_Device, Any]:
         return {self.devices[d]: index for d, index in self.real.devices_indices_map(shape).items()}
@@ -406,9 +421,9 @@ def runs(draw: st.DrawFn) -> tuple[int, list[tuple[np.ndarray, jax.sharding.Name
     devices = {device: _Device(home) for device, home in zip(DEVICES, homes, strict=True)}
     arrays = []
     for _ in range(draw(st.integers(1, 4))):
-        shape = draw(shapes)
-        order = draw(st.permutations(range(8)))
-        mesh_shape = draw(st.sampled_from([(8,), (4, 2), (2, 2, 2)]))
+        shape = draw(st.lists(st.sampled_from([2, 4, 8, 16, 6]), min_size=1, max_size=3).map(tuple) | shapes)
+        mesh_shape = draw(st.sampled_from([(8,), (4, 2), (2, 2, 2), (4,), (2, 2), (3, 2)]))
+        order = draw(st.permutations(range(8)))[: math.prod(mesh_shape)]
         mesh = Mesh(np.array([DEVICES[i] for i in order]).reshape(mesh_shape), ("a", "b", "c")[: len(mesh_shape)])
         spec, free = [], list(mesh.axis_names)
         for n in shape:
@@ -417,12 +432,14 @@ def runs(draw: st.DrawFn) -> tuple[int, list[tuple[np.ndarray, jax.sharding.Name
             spec.append(axis)
             if axis is not None:
                 free.remove(axis)
-        arrays.append((filled(shape, "int32", len(arrays)), NamedSharding(mesh, PartitionSpec(*spec))))
+        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+        if len({devices[device].process_index for device in sharding.device_set}) > 1:  # Else it is one process's own.
+            arrays.append((filled(shape, "int32", len(arrays)), sharding))
     return count, arrays, devices
 
 
-@given(run=runs(), share=st.sampled_from([1, 64, 1 << 20]), cell=st.sampled_from([8, 64, 16 << 20]))
-@tries(200)
+@given(run=runs(), share=st.sampled_from([1, 16, 1 << 20]), cell=st.sampled_from([16 << 20, 64, 8]))
+@tries(300)
 def test_every_chunk_is_written_by_just_one_process(run: Any, share: int, cell: int) -> None:
     count, arrays, devices = run
     snapshots = []
@@ -450,6 +467,20 @@ def test_every_chunk_is_written_by_just_one_process(run: Any, share: int, cell: 
     ]
     _manifest.merge(first, parts, "here")
     assert all(len(leaf.digests) == 32 * leaf.chunks for leaf in first.values())
+
+
+def test_processes_that_hold_boxes_of_unlike_numbers_of_copies_cut_alike() -> None:
+    """Three processes: the first two hold the halves of the array twice over, the last holds one of them alone."""
+    values = np.arange(16, dtype=np.int32)
+    mesh = Mesh(np.array(DEVICES[:6]).reshape(2, 3), ("a", "b"))
+    homes = {0: 0, 1: 1, 2: 0, 3: 2, 4: 2, 5: 2}
+    devices = {device: _Device(homes[i]) for i, device in enumerate(DEVICES[:6])}
+    with mock.patch.object(_chunks, "SHARE_BYTES", 1):
+        arrays = [_seen(values, NamedSharding(mesh, PartitionSpec("a")), devices, process) for process in range(3)]
+        encoded = [{"x": Encoded(Leaf("array", dtype="int32", shape=(16,)), array)} for array in arrays]
+        snapshots = [_snapshot.take(item, process, 3) for process, item in enumerate(encoded)]
+    assert {snapshot.leaves["x"].chunk for snapshot in snapshots} == {(4,)}
+    assert sorted(c.position for snapshot in snapshots for c in snapshot.chunks) == [0, 1, 2, 3]
 
 
 def _seen(values: np.ndarray, sharding: NamedSharding, devices: dict[Any, _Device], process: int) -> Any:

@@ -93,6 +93,8 @@ def round_trip(place: str, tree: Any) -> None:
 # --- containers -------------------------------------------------------------------------------------------------------
 
 
+EMPTY_FROZEN = flax.core.freeze({})
+
 CONTAINERS: dict[str, Callable[[], Any]] = {
     "str keys": lambda: {"b": 1, "a": {"z": 2, "y": jnp.ones(2)}},
     "int keys": lambda: {10: 1, 2: np.ones(2), -3: 4, 2**70: 5, -(2**70): 6},
@@ -281,8 +283,8 @@ def test_without_a_target_arrays_are_numpys_and_keys_are_keys(root: str, mesh42:
 
 
 def test_opening_lists_every_leaf_of_the_tree(memory: str):
-    ck.save(memory, {"a.b": [1, {"": np.ones(2)}], 3: jnp.ones(()), "rng": np.random.default_rng(0)} | {})
-    assert set(ck.open(memory)) == {"a%2Eb.0", "a%2Eb.1.%", "3", "rng"}
+    ck.save(memory, {"a.b": [1, {"": np.ones(2)}], "c": {3: jnp.ones(())}, "rng": np.random.default_rng(0)})
+    assert set(ck.open(memory)) == {"a%2Eb.0", "a%2Eb.1.%", "c.3", "rng"}
 
 
 # --- containers that cannot be saved, or do not fit -------------------------------------------------------------------
@@ -376,8 +378,8 @@ def test_names_are_what_fits(memory: str):
 DTYPES = sorted(
     {kind.dtype.name for name in dir(jnp) if isinstance(kind := getattr(jnp, name), type(jnp.float32))}, key=str
 )
-# jax 0.10 names these two types, and its CPU backend cannot compute with them.
-ON_DEVICE = [name for name in DTYPES if name not in ("int1", "uint1")]
+# jax 0.10 names these types, and its CPU backend cannot hold them.
+ON_DEVICE = [name for name in DTYPES if name not in ("int1", "uint1", "float6_e2m3fn", "float6_e3m2fn")]
 
 
 def every_value(dtype: str, shape: tuple[int, ...] = (4, 6)) -> np.ndarray:
@@ -385,7 +387,7 @@ def every_value(dtype: str, shape: tuple[int, ...] = (4, 6)) -> np.ndarray:
     kind = np.dtype(dtype)
     count, rng = math.prod(shape), np.random.default_rng(5)
     if dtype == "bool":
-        return rng.random(shape) < 0.5
+        return np.asarray(rng.random(shape) < 0.5)
     width = int("".join(c for c in dtype.partition("_")[0] if c.isdigit()))
     if width < 8:  # In NumPy such a value fills the low bits of a byte.
         codes = rng.integers(0, 1 << width, count).astype(np.uint8)
@@ -811,7 +813,7 @@ def test_a_state_that_is_no_plain_data_is_refused(memory: str):
         def get_state(self) -> Any:
             return {"f": len}
 
-    with pytest.raises(ck.Unsupported, match="Odd.*not plain data"):
+    with pytest.raises(ck.Unsupported, match=r"Odd.*not plain data"):
         ck.save(memory, {"it": Odd()})
 
 
@@ -924,8 +926,9 @@ def test_whole_states_cost_no_further_trace(memory: str, mesh42: Mesh):
         updates, opt = tx.update(grads, opt, params)
         return optax.apply_updates(params, updates), opt, key
 
-    state = step((params, jax.jit(tx.init)(params), jax.random.key(0)))
-    state = step(state)
+    state = (params, jax.jit(tx.init)(params), jax.random.key(0))
+    for _ in range(4):  # Until what comes out is placed as what went in.
+        state = step(state)
     traced = step._cache_size()
     ck.save(memory, state)
     expected = step(state)
@@ -1181,14 +1184,12 @@ def test_only_takes_names_and_all_below_them(root: str):
     tree = {"params": {"a": {"w": np.ones(2), "b": np.ones(3)}, "ab": np.ones(4)}, "opt": [np.ones(5), 6], "n": 7}
     ck.save(f"{root}/1", tree)
 
-    def names(only: Any) -> set[str]:
-        return {
-            jax.tree_util.keystr(p, simple=True, separator=".")
-            for p, _ in jax.tree_util.tree_leaves_with_path(got(only))
-        }
-
     def got(only: Any) -> Any:
         return ck.restore(f"{root}/1", only=only)
+
+    def names(only: Any) -> set[str]:
+        found = jax.tree_util.tree_leaves_with_path(got(only))
+        return {jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in found}
 
     assert names("params") == {"params.a.w", "params.a.b", "params.ab"}
     assert names("params.a") == {"params.a.w", "params.a.b"}
@@ -1388,7 +1389,9 @@ def test_any_tree_comes_back(tree: Any):
 def test_two_trees_fit_only_where_every_leaf_has_its_place(saved: Any, like: Any):
     """Either the restored tree holds just the values that were saved, each at its own path, or it is a Mismatch."""
     place = "memory://any/two"
+    saved = [saved]
     ck.save(place, saved, overwrite=True)
+    like = [like]  # None as a whole would mean: no target.
     try:
         restored = ck.restore(place, like=like)
     except ck.Mismatch as error:

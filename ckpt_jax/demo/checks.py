@@ -73,7 +73,7 @@ def same_state(saved: Path, resaved: Path, mesh: settings.Mesh) -> list[Check]:
         ),
         Check(
             bool(cut) and all(axes == wanted for axes in meshes),
-            f"they lay on the {mesh}: {len(cut)} of them cut into {mesh.devices} pieces",
+            f"they came back on {mesh}, {len(cut)} of them cut in pieces over all",
         ),
     ]
 

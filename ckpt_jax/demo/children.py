@@ -59,8 +59,8 @@ def _why(child: subprocess.Popen[str], log: Path) -> str:
     return f"the trainer ended with exit code {child.returncode}; the end of {log}:\n{last}"
 
 
-def kill_in_save(child: subprocess.Popen[str], root: Path, step: int, log: Path) -> Path | None:
-    """Kills a trainer by SIGKILL while it saves a step: once the save has begun to put bytes on the disk.
+def kill_in_save(child: subprocess.Popen[str], root: Path, step: int, *, over: int, log: Path) -> Path | None:
+    """Kills a trainer by SIGKILL while it saves a step: once more than `over` bytes of it are on the disk.
 
     Returns:
         The attempt folder that the save left behind; None if the save was faster, and the step is committed.
@@ -69,13 +69,17 @@ def kill_in_save(child: subprocess.Popen[str], root: Path, step: int, log: Path)
         Ended: the trainer was gone before it could be killed.
     """
     committed = root / str(step)
-    while child.poll() is None and not committed.exists() and not any(size(path) for path in attempts(root, step)):
+    while child.poll() is None and not committed.exists() and not _begun(root, step, over):
         time.sleep(0.0005)
     child.send_signal(signal.SIGKILL)
     if child.wait() != -signal.SIGKILL:
         raise Ended(_why(child, log))
     left = attempts(root, step)
     return left[0] if left and not committed.exists() else None
+
+
+def _begun(root: Path, step: int, over: int) -> bool:
+    return any(size(attempt) > over for attempt in attempts(root, step))
 
 
 def attempts(root: Path, step: int) -> list[Path]:

@@ -44,7 +44,7 @@ class Mesh:
 
     def __str__(self) -> str:
         named = (f"{axis}={size}" for axis, size in zip(self.axes, self.shape, strict=True))
-        return f"{self.shape[0]}x{self.shape[1]} mesh ({', '.join(named)})"
+        return f"a {'x'.join(map(str, self.shape))} mesh ({', '.join(named)}) of {self.devices} CPU devices"
 
 
 @dataclass(frozen=True, slots=True)
