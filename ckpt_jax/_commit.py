@@ -143,12 +143,10 @@ def clear(target: Folder) -> None:
         if not name.startswith(target.name + TMP):
             continue
         leftover = target.parent / name
-        if leftover.in_use():
-            continue
         if name.endswith(TMP + _OLD) and not target.exists():
             leftover.rename(target)  # Killed between the two renames of a replacement: the old one is the newest.
         else:
-            leftover.remove()
+            leftover.remove_if_idle()
 
 
 # --- an attempt -------------------------------------------------------------------------------------------------------
@@ -214,8 +212,10 @@ def begin(target: Folder, *, overwrite: bool) -> Attempt:
     target.parent.make()
     clear(target)
     attempt = Attempt(target, target.parent / f"{target.name}{TMP}{nonce}", nonce, overwrite)
-    attempt.folder.make(attempt.state, f"{attempt.state}/array_metadatas")
-    attempt.lock = attempt.folder.lock()
+    while attempt.lock is None:  # Another save of this step may take the new folder for a leftover.
+        attempt.folder.make()
+        attempt.lock = attempt.folder.lock()
+    attempt.folder.make(f"{attempt.state}/array_metadatas")
     return attempt
 
 

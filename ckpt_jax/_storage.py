@@ -221,32 +221,57 @@ class Folder:
         return True
 
     def lock(self) -> int | None:
-        """Marks the folder as in use until this process ends or the returned descriptor is closed."""
-        fd = os.open(self.url, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        """Marks the folder as in use until this process ends or the returned descriptor is closed.
+
+        None if the folder is gone: someone took it for a leftover before it was locked.
+        """
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(fd)
-            return None  # No locks here (NFS, Lustre): `in_use` then goes by time.
-        return fd
+            fd = os.open(self.url, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        with contextlib.suppress(OSError):  # No locks here (NFS, Lustre): others then go by time.
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        if os.path.exists(self.url):
+            return fd
+        os.close(fd)
+        return None
 
     def in_use(self) -> bool:
         """Whether a living process writes in the folder."""
+        fd = self._idle()
+        if fd is not None:
+            os.close(fd)
+        return fd is None
+
+    def remove_if_idle(self) -> bool:
+        """Deletes the folder unless a living process writes in it; holds its lock meanwhile."""
+        fd = self._idle()
+        if fd is None:
+            return False
+        try:
+            self.remove()
+        finally:
+            os.close(fd)
+        return True
+
+    def _idle(self) -> int | None:
+        """The folder, locked, if nobody else has it so; None if somebody has, or if it is gone."""
         try:
             fd = os.open(self.url, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError:
-            return False
+            return None
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return True
-        except OSError:
+            pass
+        except OSError:  # No locks here: an attempt is dead if nothing has moved in it for long.
             paths = (os.path.join(at, name) for at, _, names in os.walk(self.url) for name in ("", *names))
-            return time.time() - max(map(_modified, paths), default=0) < IDLE_SECONDS
+            if time.time() - max(map(_modified, paths), default=0) > IDLE_SECONDS:
+                return fd
         else:
-            return False
-        finally:
-            os.close(fd)
+            return fd
+        os.close(fd)
+        return None
 
     # --- TensorStore ---
 

@@ -53,7 +53,8 @@ def _fail(message: str, code: int) -> NoReturn:
 def ls(root: Annotated[str, typer.Argument(help="A folder of checkpoints.")], as_json: Json = False) -> None:
     """Lists the checkpoints in a folder, with what is damaged and what was never finished."""
     place = _storage.folder(root)
-    rows = [_row(place / name) for name in _in_order(place.entries()) if _commit.TMP in name or _is_step(name)]
+    names = [name for name in _in_order(place.entries()) if _commit.TMP in name or _is_step(name)]
+    rows = [row for name in names if (row := _row(place / name)) is not None]
     if as_json:
         _print_json({"root": place.url, "checkpoints": rows})
         return
@@ -76,7 +77,8 @@ def _in_order(names: Iterable[str]) -> list[str]:
     return sorted(names, key=lambda n: (int(_commit.step_of(n.partition(".")[0]) or 0), n))
 
 
-def _row(place: _storage.Folder) -> dict[str, Any]:
+def _row(place: _storage.Folder) -> dict[str, Any] | None:
+    """The facts about one entry; None if it vanished while we looked, as attempts do when they are committed."""
     row: dict[str, Any] = {"name": place.name, "time": None, "leaves": None, "bytes": None}
     if _commit.TMP in place.name:
         doing = (

@@ -129,7 +129,9 @@ def _tell(console: Console, plan: Plan) -> bool:
 
     _say(console, f"\n2. Killed by SIGKILL in the middle of saving step {one.step}: what is there now?")
     if one.attempt is None:
-        return _report(console, [Check(False, f"{TRIES} saves were faster than the signal: nothing is proved")])
+        return _report(
+            console, [Check(False, "it was in the middle of a save", f"{TRIES} saves were faster than the signal")]
+        )
     held = _report(console, checks.killed(plan.before, one.step, one.attempt))
 
     _say(console, f"\n3. A new process restores it on {mesh['after']}, saves what it got, and goes on")
@@ -147,7 +149,7 @@ def _tell(console: Console, plan: Plan) -> bool:
 
 def _report(console: Console, found: list[Check]) -> bool:
     for each in found:
-        _say(console, f"  {'ok    ' if each.holds else 'FAILED'}  {each.says}")
+        _say(console, f"  {'ok    ' if each.holds else 'FAILED'}  {each.claim}: {each.found}")
     return all(each.holds for each in found)
 
 
