@@ -16,7 +16,7 @@ import xxhash
 
 from . import _chunks
 from ._manifest import Leaf, chunk_bytes
-from ._storage import Folder
+from ._storage import Folder, failures
 
 WINDOW = 256 << 20  # Bytes in flight, per process: more is not faster (benchmarks/one_checkpoint.py).
 # Several files, so that several fsyncs run at once: one of 2 GiB took four times as long.
@@ -84,7 +84,8 @@ class _Window:
             future, size = self.queue.popleft()
             future.result()
             self.bytes -= size
-        self.queue.append((self.store.write(key, data), len(data)))
+        future = self.store.write(key, data)  # pyright: ignore[reportArgumentType]  It takes bytearrays, undeclared.
+        self.queue.append((future, len(data)))
         self.bytes += len(data)
 
     def finish(self) -> None:
@@ -109,7 +110,17 @@ def write(
         chunks: (name, position, coordinates, values).
         head: whether to write every array's zarr.json too.
     """
-    window = _Window(open_store(place))
+    with failures(place):
+        return _write(_Window(open_store(place)), leaves, chunks, head=head)
+
+
+def _write(
+    window: _Window,
+    leaves: dict[str, Leaf],
+    chunks: Iterable[tuple[str, int, _chunks.Shape, np.ndarray]],
+    *,
+    head: bool,
+) -> dict[str, dict[int, str]]:
     digests: dict[str, dict[int, str]] = {}
     buffer = bytearray()
     try:
@@ -144,11 +155,12 @@ def merge(place: Folder, parts: list[Folder]) -> None:
         spec = {"driver": "ocdbt", "base": folder.spec(), "config": _CONFIG}
         return ts.KvStore.open(spec, context=context).result()
 
-    transaction = ts.Transaction(atomic=True)
-    target = open_in(place).with_transaction(transaction)
-    for future in [open_in(part).experimental_copy_range_to(target) for part in parts]:
-        future.result()
-    transaction.commit_async().result()
+    with failures(place):
+        transaction = ts.Transaction(atomic=True)
+        target = open_in(place).with_transaction(transaction)
+        for future in [open_in(part).experimental_copy_range_to(target) for part in parts]:
+            future.result()
+        transaction.commit_async().result()
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------

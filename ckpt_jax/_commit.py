@@ -215,7 +215,11 @@ def begin(target: Folder, *, overwrite: bool) -> Attempt:
     while attempt.lock is None:  # Another save of this step may take the new folder for a leftover.
         attempt.folder.make()
         attempt.lock = attempt.folder.lock()
-    attempt.folder.make(f"{attempt.state}/array_metadatas")
+    try:
+        attempt.folder.make(f"{attempt.state}/array_metadatas")
+    except BaseException:
+        abandon(attempt)
+        raise
     return attempt
 
 

@@ -18,7 +18,9 @@ try:  # One call an array, with weak type and commitment, and a true copy. The p
 
     _put: Any = xla_client.batched_device_put  # pyright: ignore[reportPrivateImportUsage]
 except (ImportError, AttributeError):  # A later jax; a test goes this way too.
-    _put = ShapedArray = update_aval_with_sharding = None
+    ShapedArray: Any = None
+    update_aval_with_sharding: Any = None
+    _put = None
 
 
 @functools.lru_cache(4096)

@@ -81,7 +81,7 @@ def take(encoded: dict[str, Encoded], process: int = 0, processes: int = 1) -> S
                 known[sharding] = len(snapshot.shardings)
                 snapshot.shardings.append(plain(sharding))
             leaf.sharding = known[sharding]
-        shards = None if sharding is None or len(layout.boxes) < 2 else array.addressable_shards
+        shards = None if isinstance(array, np.ndarray) or len(layout.boxes) < 2 else array.addressable_shards
         for at, box, holders, cells in layout.boxes:
             mine = [c for i, c in enumerate(cells) if _chunks.owner(holders, i, len(cells), turn) == process]
             if mine:
@@ -114,7 +114,7 @@ def _layout(array: Any, everyone: Sequence[int] | None, processes: int) -> _Layo
         here = {_chunks.box(shard.index, shape): i for i, shard in reversed(list(enumerate(array.addressable_shards)))}
         asynchronous = any(device.platform != "cpu" for device in array.sharding.addressable_devices)
     holders: dict[Box, Sequence[int]] = dict.fromkeys(here, everyone or (0,))
-    if everyone is None and processes > 1:
+    if everyone is None and processes > 1 and not isinstance(array, np.ndarray):
         found: dict[Box, set[int]] = {}
         for device, index in array.sharding.devices_indices_map(shape).items():
             found.setdefault(_chunks.box(index, shape), set()).add(device.process_index)

@@ -9,13 +9,14 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from .errors import Exists, Fault, Unsupported
 
 PathLike = str | os.PathLike[str]
+F = TypeVar("F", bound=Callable[..., Any])
 
 IDLE_SECONDS = 3600  # Where the file system has no locks: an attempt in which nothing moved for so long is dead.
 CONCURRENCY = 8  # Files written or read at once: enough to have several fsyncs under way.
@@ -23,6 +24,36 @@ CONCURRENCY = 8  # Files written or read at once: enough to have several fsyncs 
 _URL = re.compile(r"(gs|s3|memory)://(?P<rest>.+)\Z", re.DOTALL)
 # TensorStore's own defaults wait 15 minutes for a server that is gone.
 _RETRIES = {"max_retries": 6, "initial_delay": "200ms", "max_delay": "5s"}
+
+
+@contextlib.contextmanager
+def failures(place: "Folder") -> Iterator[None]:
+    """Makes OSErrors of TensorStore's errors, which are ValueErrors whatever befell it."""
+    try:
+        yield
+    except (ValueError, TimeoutError) as error:
+        raise os_error(error, place) from error
+
+
+def os_error(error: Exception, place: "Folder") -> OSError:
+    """An error of TensorStore's as what it is: a full disk is ENOSPC."""
+    if isinstance(error, OSError):
+        return error
+    text = str(error).partition(" [")[0]
+    code = re.search(r"os_error_code='(\d+)'", str(error))
+    number = int(code[1]) if code else errno.EACCES if text.startswith("PERMISSION_DENIED") else errno.EIO
+    return OSError(number, f"{os.strerror(number)} ({text[:300]})", place.url)
+
+
+def _os_errors(method: F) -> F:
+    """A method of Folder whose failures are OSErrors on a bucket too."""
+
+    @functools.wraps(method)
+    def call(self: "Folder", *arguments: Any, **named: Any) -> Any:
+        with failures(self):
+            return method(self, *arguments, **named)
+
+    return call  # pyright: ignore[reportReturnType]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +86,7 @@ class Folder:
 
     # --- reading ---
 
+    @_os_errors
     def read(self, name: str) -> bytes | None:
         """A file's bytes, or None if there is no such file."""
         if self.local:
@@ -66,6 +98,7 @@ class Folder:
         found = _kv(self).read(name).result()
         return found.value if found.state == "value" else None
 
+    @_os_errors
     def files(self) -> dict[str, int]:
         """Every file below the folder, by name, with its size."""
         return dict(self._files())
@@ -86,6 +119,7 @@ class Folder:
                 with contextlib.suppress(FileNotFoundError):  # Deleted while we looked.
                     yield os.path.relpath(path, self.url), os.lstat(path).st_size
 
+    @_os_errors
     def sizes(self, names: list[str]) -> dict[str, int | None]:
         """The sizes of some files; None for one that is not there."""
         if self.local:
@@ -101,6 +135,7 @@ class Folder:
             return None
         return found.st_size if os.path.isfile(self._path(name)) and not os.path.islink(self._path(name)) else None
 
+    @_os_errors
     def entries(self) -> list[str]:
         """The names of what lies directly in the folder; none if it is not there."""
         if self.local:
@@ -117,6 +152,7 @@ class Folder:
 
     # --- writing ---
 
+    @_os_errors
     def write(self, name: str, data: bytes) -> None:
         """Writes a file and makes it durable; its folder's entry is made durable by `sync`."""
         if not self.local:
@@ -136,6 +172,7 @@ class Folder:
         os.replace(self._path(name + ".tmp"), self._path(name))
         self.sync()
 
+    @_os_errors
     def create(self, name: str, data: bytes) -> bool:
         """Writes a file if there is none of that name; says whether it is now there with these bytes."""
         if self.local:
@@ -175,6 +212,7 @@ class Folder:
             for at, _, _ in os.walk(self.url, topdown=False):
                 _fsync(at)
 
+    @_os_errors
     def remove(self, *, first: str = "") -> None:
         """Deletes the folder with all that is in it; never through a link. `first` goes before all else."""
         if self.local:
@@ -190,6 +228,7 @@ class Folder:
         for key in store.list().result():
             store.write(key, None).result()
 
+    @_os_errors
     def unlink(self, name: str) -> None:
         if self.local:
             with contextlib.suppress(FileNotFoundError):

@@ -20,12 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import trees
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
-from trees import same
 
 import ckpt_jax as ck
+from tests import trees
+from tests.trees import same
 
 W = np.arange(64.0, dtype=np.float32).reshape(8, 8)
 
@@ -164,12 +164,12 @@ def test_c050_c052_peak_memory_of_save_and_restore(tmp_path: Path):
     found = measured(
         """
 import json
-tree = {f"w{i}": jnp.full(32 << 20, i, jnp.float32) for i in range(6)}  # 768 MiB
+tree = {f"w{i}": jnp.full(64 << 20, i, jnp.float32) for i in range(4)}  # 1 GiB
 jax.block_until_ready(tree)
 found = {}
 ck.save(f"{place}/0", {"w": np.ones(1000)})
 found["save"], _ = peak(lambda: ck.save(f"{place}/1", tree))
-abstract = jax.eval_shape(lambda: {f"w{i}": jnp.zeros(32 << 20) for i in range(6)})
+abstract = jax.eval_shape(lambda: {f"w{i}": jnp.zeros(64 << 20) for i in range(4)})
 found["concrete"], restored = peak(lambda: ck.restore(f"{place}/1", like=tree))
 assert all((restored[k][::4096] == tree[k][::4096]).all() for k in tree)
 del restored, tree
@@ -181,9 +181,9 @@ print(json.dumps(found))
         tmp_path,
     )
     assert found["save"] < 400
-    assert 768 <= found["abstract"] + 16 < 1.4 * 768
-    assert found["concrete"] < 1.4 * 768
-    assert found["host"] < 1.4 * 768
+    assert 1024 <= found["abstract"] + 16 < 1.4 * 1024
+    assert found["concrete"] < 1.4 * 1024
+    assert found["host"] < 1.4 * 1024
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs Linux")
@@ -192,7 +192,7 @@ def test_c050_a_hundred_saves_leave_nothing_in_memory(tmp_path: Path):
     found = measured(
         """
 import json
-tree = {f"w{i}": jnp.full((64, 1024), i, jnp.float32) for i in range(16)}  # 4 MiB
+tree = {f"w{i}": jnp.full((16, 1024), i, jnp.float32) for i in range(16)}  # 1 MiB
 def round(n):
     ck.save(f"{place}/1", tree, overwrite=True)
     ck.restore(f"{place}/1", like=tree)
@@ -254,17 +254,22 @@ import numpy as np
 import ckpt_jax as ck
 from ckpt_jax import restore, save, steps, verify  # Imports all that they need, once.
 
-TOUCHES = ("open", "os.", "shutil.", "ctypes.dlsym")
+def content(step):
+    rng = np.random.default_rng(step)
+    params = {"w": rng.random((64, 1024)), "b": rng.random(30)}
+    return {"p": params, "opt": [rng.random((128, 512)), step], "loader": step}
 
-def tree(step, seed=0):
-    rng = np.random.default_rng(1000 * seed + step)
-    return {"p": {"w": rng.random((256, 1024)), "b": rng.random(300)}, "opt": [rng.random((512, 512)), step], "loader": step}
+def touches(event, args):
+    # Files opened to be written, folders opened to be synced; made, renamed, deleted; exchanged (a call by ctypes).
+    if event == "open":
+        return bool(args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_DIRECTORY))
+    return event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "ctypes.dlsym")
 
 def touch_down(number, signal_):
     seen = 0
     def hook(event, args):
         nonlocal seen
-        if armed and event.startswith(TOUCHES):
+        if armed and touches(event, args):
             seen += 1
             if seen == number:
                 os.kill(os.getpid(), signal_)
@@ -312,16 +317,15 @@ def work(job, ready):
     os.read(ready, 1)
     disarm = touch_down(job.get("touch"), getattr(signal, job.get("signal", "SIGKILL")))
     try:
-        ck.save(job["path"], tree(job["content"]), overwrite=job.get("overwrite", False))
+        ck.save(job["path"], content(job["content"]), overwrite=job.get("overwrite", False))
         answer = {"done": True}
     except BaseException as error:
-        answer = {"done": False, "error": type(error).__mro__[0].__name__, "oserror": isinstance(error, OSError), "text": str(error)}
+        answer = {"done": False, "error": type(error).__name__, "text": str(error)}
+        answer["oserror"] = isinstance(error, OSError)
     answer["touches"] = disarm()
     if "then" in job:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        if "free" in job:
-            os.unlink(job["free"])
-        ck.save(job["then"], tree(job["content"]))
+        ck.save(job["then"], content(job["content"]))
     say(**answer)
 
 def say(**words):
@@ -410,11 +414,8 @@ def children() -> Iterator[Children]:
 def content(step: int) -> dict[str, Any]:
     """What the children save for a step."""
     rng = np.random.default_rng(step)
-    return {
-        "p": {"w": rng.random((256, 1024)), "b": rng.random(300)},
-        "opt": [rng.random((512, 512)), step],
-        "loader": step,
-    }
+    params = {"w": rng.random((64, 1024)), "b": rng.random(30)}
+    return {"p": params, "opt": [rng.random((128, 512)), step], "loader": step}
 
 
 def holds(path: Path, step: int) -> bool:
@@ -424,7 +425,7 @@ def holds(path: Path, step: int) -> bool:
 def test_c056_a_failed_save_reports_its_cause_and_harms_nothing(tmp_path: Path, children: Children):
     """A write that the system refuses is an OSError at once; the step before stays, and the next save works."""
     ck.save(tmp_path / "1", content(1))
-    answer = children.run(path=str(tmp_path / "2"), content=2, file_bytes=1 << 20, then=str(tmp_path / "3"))
+    answer = children.run(path=str(tmp_path / "2"), content=2, file_bytes=1 << 18, then=str(tmp_path / "3"))
     assert not answer["done"]
     assert answer["oserror"], answer
     assert ck.steps(tmp_path) == [1, 3]
@@ -550,7 +551,7 @@ def test_c068_a_living_writer_is_left_alone(tmp_path: Path, children: Children):
 
 def test_c070_many_processes_make_the_same_folders(tmp_path: Path, children: Children):
     """Eight processes that begin in a root that none of them finds all succeed."""
-    for attempt in range(3):
+    for attempt in range(2):
         root = tmp_path / str(attempt) / "deep" / "run"
         children.start(*({"path": str(root / str(i)), "content": i} for i in range(8)))
         answers = children.finish()
@@ -616,46 +617,57 @@ def test_c073_an_existing_step(root: str):
 
 def test_c073_killed_while_overwriting(tmp_path: Path, children: Children):
     """Killed before any touch of the file system, an overwrite leaves the old one or the new one, whole."""
-    path = tmp_path / "2"
-    touches = children.run(path=str(path), content=7)["touches"]
-    touches = children.run(path=str(path), content=8, overwrite=True)["touches"] if touches else 0
-    seen = set()
-    old = 8
-    for number in range(1, touches + 1):
-        new = 9 if old == 8 else 8
-        assert children.run(path=str(path), content=new, overwrite=True, touch=number) == {}
-        assert ck.steps(tmp_path) == [2]
-        found = ck.restore(path)["loader"]
-        assert found in (old, new)
-        assert holds(path, found)
-        seen.add(found == new)
-        old = found
-    assert seen == {True, False}
-    ck.save(path, content(5), overwrite=True)
-    assert sorted(os.listdir(tmp_path)) == ["2", "LATEST"]
+    roots = [tmp_path / str(i) for i in range(4)]
+    old = dict.fromkeys(roots, 8)
+    for root in roots:
+        ck.save(root / "2", content(8))
+    seen = []
+    for first in range(1, 1000, len(roots)):
+        jobs = [{"path": str(root / "2"), "overwrite": True, "touch": first + i} for i, root in enumerate(roots)]
+        new = {root: 17 - old[root] for root in roots}
+        children.start(*(job | {"content": new[root]} for job, root in zip(jobs, roots, strict=True)))
+        survivors = children.finish()
+        for root in roots:
+            assert ck.steps(root) == [2]
+            found = ck.restore(root / "2")["loader"]
+            assert holds(root / "2", found)
+            assert found in (old[root], new[root])
+            seen.append(found == new[root])
+            old[root] = found
+        if len(survivors) == len(roots):  # It takes fewer touches than this.
+            break
+    assert {False, True} == set(seen[: -len(roots)])
+    for root in roots:
+        ck.save(root / "2", content(5), overwrite=True)
+        assert sorted(os.listdir(root)) == ["2", "LATEST"]
 
 
 # --- crashes and damage -----------------------------------------------------------------------------------------------
 
 
 def test_c075_killed_before_any_touch_of_the_file_system(tmp_path: Path, children: Children):
-    """Wherever a save dies, the step before is the newest and whole, or the new one is, whole."""
-    ck.save(tmp_path / "1", content(1))
-    touches = children.run(path=str(tmp_path / "2"), content=2)["touches"]
+    """Wherever a save dies, the step before is the newest and whole, or the new one is, whole; a retry clears up."""
+    roots = [tmp_path / str(i) for i in range(4)]
+    for root in roots:
+        ck.save(root / "1", content(1))
     committed = []
-    for number in range(1, touches + 1):
-        shutil.rmtree(tmp_path / "2", ignore_errors=True)
-        assert children.run(path=str(tmp_path / "2"), content=2, touch=number) == {}
-        steps = ck.steps(tmp_path)
-        committed.append(steps == [1, 2])
-        assert steps in ([1], [1, 2])
-        assert ck.latest(tmp_path) == str(tmp_path / str(steps[-1]))
-        assert all(holds(tmp_path / str(step), step) for step in steps)
-        ck.save(tmp_path / "2", content(2), overwrite=True)
-        assert sorted(os.listdir(tmp_path)) == ["1", "2", "LATEST"]
+    for first in range(1, 1000, len(roots)):
+        children.start(*({"path": str(root / "2"), "content": 2, "touch": first + i} for i, root in enumerate(roots)))
+        survivors = children.finish()
+        for root in roots:
+            steps = ck.steps(root)
+            assert steps in ([1], [1, 2])
+            assert ck.latest(root) == str(root / str(steps[-1]))
+            assert all(holds(root / str(step), step) for step in steps)
+            committed.append(steps == [1, 2])
+            ck.save(root / "2", content(2), overwrite=True)
+            assert sorted(os.listdir(root)) == ["1", "2", "LATEST"]
+            shutil.rmtree(root / "2")
+        if len(survivors) == len(roots):  # It takes fewer touches than this.
+            break
     # There is one moment of commit: nothing counts before it, all counts after it.
     assert committed == sorted(committed)
-    assert {True, False} == set(committed)
+    assert {False, True} == set(committed[: -len(roots)])
 
 
 def test_c075_killed_at_any_moment(tmp_path: Path, children: Children):
@@ -701,7 +713,7 @@ def test_c077_truncated_and_empty_files(tmp_path: Path):
     assert len(files) > 6
     for path in files:
         whole = path.read_bytes()
-        for size in {0, len(whole) // 2, len(whole) - 1} - {-1, len(whole)}:
+        for size in {0, len(whole) // 2, len(whole) - 2} - {-2, len(whole)}:
             path.write_bytes(whole[:size])
             assert ck.latest(tmp_path) == str(tmp_path / "1"), path
             report = ck.verify(newest)

@@ -14,13 +14,13 @@ import numpy as np
 import optax
 import psutil
 import pytest
-import trees
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from trees import same
 
 import ckpt_jax as ck
+from tests import trees
+from tests.trees import same
 
 
 class Empty(NamedTuple):

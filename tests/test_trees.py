@@ -19,15 +19,15 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-import trees
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
-from trees import same
 
 import ckpt_jax as ck
+from tests import trees
+from tests.trees import same
 
 
 class Pair(NamedTuple):
@@ -1251,6 +1251,19 @@ def test_what_is_extra_can_be_left_out(memory: str):
         ck.restore(memory, like={"a": np.zeros(2)})
     assert {fault.place for fault in caught.value.faults} >= {"opt.m", "opt.n", "none"}
     assert same(ck.restore(memory, like={"a": np.zeros(2)}, on_extra="ignore"), {"a": np.ones(2)})
+
+
+@pytest.mark.parametrize("value", [5, np.ones(2), {"w": np.ones(2)}], ids=["scalar", "array", "subtree"])
+def test_a_field_filled_on_one_side_only_is_extra_or_missing(value: Any, memory: str):
+    """None stands for a field that is not there yet, whether it is going to hold one leaf or many."""
+    ck.save(f"{memory}/1", {"a": 1, "lazy": value})
+    ck.save(f"{memory}/2", {"a": 1, "lazy": None})
+    with pytest.raises(ck.Mismatch, match="lazy"):
+        ck.restore(f"{memory}/1", like={"a": 0, "lazy": None})
+    with pytest.raises(ck.Mismatch, match="lazy"):
+        ck.restore(f"{memory}/2", like={"a": 0, "lazy": value})
+    assert ck.restore(f"{memory}/1", like={"a": 0, "lazy": None}, on_extra="ignore") == {"a": 1, "lazy": None}
+    assert same(ck.restore(f"{memory}/2", like={"a": 0, "lazy": value}, on_missing="keep"), {"a": 1, "lazy": value})
 
 
 def test_lenience_about_names_is_none_about_shapes(memory: str):

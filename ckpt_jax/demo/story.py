@@ -22,7 +22,7 @@ from .checks import Check, Step
 from .settings import Settings
 
 TRIES = 5  # Saves that may be faster than the signal, one after the other, before the demo gives up.
-EVERY = 5  # Where no terminal shows a bar that moves, every fifth step is a line.
+EVERY = 4  # Where no terminal shows a bar that moves, every fourth step is a line.
 ROWS = 10  # Of the table of losses.
 
 
@@ -52,7 +52,7 @@ def run(
     path = Path(config) if config else settings.where()
     try:
         held = _tell(console, Plan(settings.load(path), path, folder))
-    except children.Ended as error:
+    except (children.Ended, ckpt_jax.CheckpointError) as error:
         _say(console, f"\nFAILED: {error}")
         return 1
     verdict = "all of this held" if held else "FAILED: not all of this held"
@@ -166,6 +166,9 @@ def _train_and_kill(console: Console, plan: Plan) -> Run:
             plan.config, plan.before, start=plan.before, side="before", devices=devices, until=last, log=plan.log
         ) as child:
             for event in _shown(console, children.events(child, plan.log), run, last=run.step):
+                if event["event"] == "ready" and not run.steps:
+                    size, text = f"{event['parameters']:,} parameters", f"{human(event['text'])} of text"
+                    _say(console, f"  {size}; {text}, this Python's {event['files']} modules")
                 if event["event"] == "saved":
                     whole = event["bytes"]
                 if event["event"] == "saving" and event["step"] >= train.kill_at:
@@ -196,13 +199,8 @@ def _shown(console: Console, events: Iterator[dict[str, Any]], run: Run, *, last
         task = bar.add_task("  JAX starts", total=None)
         for event in events:
             match event:
-                case {"event": "ready", "parameters": parameters, "files": files, "text": text}:
+                case {"event": "ready"}:
                     bar.update(task, description="  the training step is compiled")
-                    if not run.steps:
-                        _say(
-                            console,
-                            f"  {parameters:,} parameters; {human(text)} of text, this Python's {files} modules",
-                        )
                 case {"event": "restored", "step": step, "seconds": seconds}:
                     _say(console, f"  step {step}: restored in {seconds:.2f} s")
                 case {"event": "step", "step": step, "loss": loss, "positions": positions, "seconds": seconds}:
@@ -235,7 +233,7 @@ def _sizes(console: Console, plan: Plan, saved: Path, one: Run, two: Run) -> Non
     _say(
         console, f"\nsizes     {human(opened.manifest.nbytes)} of state in {len(opened)} leaves; {human(disk)} on disk"
     )
-    _say(console, f"times     save {median(one.saves + two.saves):.2f} s, restore {two.restore:.2f} s, ")
+    _say(console, f"times     save {median(one.saves + two.saves):.2f} s, restore {two.restore:.2f} s,")
     _say(console, f"          a step {steps[0]:.2f} s before, {steps[1]:.2f} s after")
     _say(console, f"folder    {plan.folder}, {human(everything)}; yours to delete")
 
