@@ -4,6 +4,7 @@ import collections
 import contextlib
 import functools
 import json
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -66,7 +67,9 @@ def _zarr_json(dtype: str, shape: _chunks.Shape, chunk: _chunks.Shape) -> bytes:
 @functools.cache
 def little(dtype: str) -> np.dtype:
     """A dtype as it lies on disk."""
-    return np.dtype(dtype).newbyteorder("<")
+    native = np.dtype(dtype)
+    # Not `newbyteorder` alone: a bfloat16 that is little-endian by name is another dtype to JAX, and crashes it.
+    return native if sys.byteorder == "little" else native.newbyteorder("<")
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------

@@ -19,6 +19,8 @@ from .errors import Corrupt, Fault, Unsupported
 _SCALARS = (int, float, bool, str, bytes, complex)
 _NUMPY_TEXT = {"str_": np.str_, "bytes_": np.bytes_}
 _KINDS = "biufcV"  # NumPy's kinds of numbers; V are ml_dtypes' ones, and structured ones, which _dtype_name refuses.
+# Of another size on each platform; and JAX's "no gradient".
+_UNPORTABLE = (np.longdouble, np.clongdouble, jax.dtypes.float0.type)
 _ADDRESS = re.compile(r"\b0x[0-9a-f]{6,16}\b")
 
 
@@ -137,11 +139,11 @@ def _why_not(value: Any) -> str:
 
 
 def _dtype_name(dtype: np.dtype) -> str:
-    if dtype.kind not in _KINDS or dtype.names or dtype.subdtype or dtype.char in "gG" or dtype == jax.dtypes.float0:
+    if dtype.kind not in _KINDS or dtype.names or dtype.subdtype or dtype.type in _UNPORTABLE:
         raise _Refused(f"an array of dtype {dtype}")
     try:
-        if np.dtype(dtype.name) == dtype.newbyteorder("="):  # Otherwise its name would not bring it back.
-            return dtype.name
+        if np.dtype(dtype.name) == (dtype if dtype.isnative else dtype.newbyteorder("=")):
+            return dtype.name  # Only then does the name bring it back.
     except TypeError:
         pass
     raise _Refused(f"an array of dtype {dtype}")

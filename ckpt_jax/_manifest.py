@@ -27,7 +27,7 @@ _EXACT = 2**53  # JSON readers in other languages hold integers exactly up to he
 class Node(msgspec.Struct, omit_defaults=True, gc=False):
     """A container: a dict, list, tuple or None, or a registered node whose children are `named` or `unnamed`.
 
-    `keys` are a dict's keys or a node's child names, as JSON (a tuple key is a list). `type` says what class it was;
+    `keys` are a dict's keys or a node's child names, packed. `type` says what class it was;
     nothing is imported to read it. `static` is a digest of an unnamed node's static part.
     """
 
@@ -204,8 +204,7 @@ def pack(value: Any) -> Any:
     if kind is bytes:
         return {"$bytes": base64.b64encode(value).decode()}
     if kind is str:
-        raw = value.encode("utf-8", "surrogatepass")
-        return value if raw.decode("utf-8", "ignore") == value else {"$str": base64.b64encode(raw).decode()}
+        return _pack_str(value)
     if kind is list:
         return [pack(v) for v in value]
     if kind is tuple:
@@ -215,6 +214,14 @@ def pack(value: Any) -> Any:
             return {k: pack(v) for k, v in value.items()}
         return {"$dict": [[pack(k), pack(v)] for k, v in value.items()]}
     return _pack_array(value)
+
+
+def _pack_str(value: str) -> Any:
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # Lone surrogates, which no JSON in UTF-8 holds.
+        return {"$str": base64.b64encode(value.encode("utf-8", "surrogatepass")).decode()}
+    return value
 
 
 def _pack_array(value: Any) -> Any:

@@ -16,11 +16,14 @@ try:  # One call an array, with weak type and commitment, and a true copy. The p
     from jax._src.core import ShapedArray, update_aval_with_sharding
     from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 
+    # The memory is only read during the call, so it is copied. With `device_put(may_alias=False)`, which is public,
+    # an array still shares aligned NumPy memory on CPU (jax 0.10.2), and what shares it cannot be donated.
+    _COPY: Any = xla_client.HostBufferSemantics.IMMUTABLE_ONLY_DURING_CALL
     _put: Any = xla_client.batched_device_put  # pyright: ignore[reportPrivateImportUsage]
 except (ImportError, AttributeError):  # A later jax; a test goes this way too.
     ShapedArray: Any = None
     update_aval_with_sharding: Any = None
-    _put = None
+    _COPY = _put = None
 
 
 @functools.lru_cache(4096)
@@ -94,18 +97,26 @@ def _trailing(pieces: dict[Box, np.ndarray]) -> int:
 
 def _on_devices(pieces: dict[Box, np.ndarray], want: Target, dtype: str, shape: Shape) -> jax.Array:
     """A jax array of its own memory, committed or not, with the weak type that is asked for."""
-    sharding, devices, boxes, aval = _destination(want.sharding or _default_device(), shape, dtype, want.weak)
+    sharding, devices, boxes, aval = _destination(want.sharding or _default_device(), shape, dtype, weak=want.weak)
     if next(iter(pieces.values())).dtype != _arrays.little(dtype):
         pieces = {box: piece.astype(dtype) for box, piece in pieces.items()}
-    values = [pieces[box] for box in boxes]
-    if _put is not None:
-        # force_copy: the public device_put(may_alias=False) still aliases aligned NumPy memory on CPU (jax 0.10.2).
-        return _put(aval, sharding, values, devices, want.committed, True)
-    return _public(values, devices, sharding, want, shape)
+    if _put is None:
+        return _public([pieces[box] for box in boxes], devices, sharding, want, shape)
+    if 1 < len(pieces) < len(boxes):
+        # One call for each device: handed the same memory for some of them, jaxlib 0.10.2 raises `bad_function_call`.
+        homes = [
+            _destination(device, _chunks.extent(box), dtype, weak=False)
+            for device, box in zip(devices, boxes, strict=True)
+        ]
+        values = [
+            _put(h[3], h[0], [pieces[box]], h[1], True, False, _COPY) for h, box in zip(homes, boxes, strict=True)
+        ]
+        return _put(aval, sharding, values, devices, want.committed)
+    return _put(aval, sharding, [pieces[box] for box in boxes], devices, want.committed, False, _COPY)
 
 
 @functools.lru_cache(4096)
-def _destination(where: Any, shape: Shape, dtype: str, weak: bool) -> tuple[Any, list[Any], list[Box], Any]:
+def _destination(where: Any, shape: Shape, dtype: str, *, weak: bool) -> tuple[Any, list[Any], list[Box], Any]:
     """A sharding, its devices, the box of each, and JAX's abstract value for the array."""
     sharding = where if isinstance(where, jax.sharding.Sharding) else jax.sharding.SingleDeviceSharding(where)
     indices = sharding.addressable_devices_indices_map(shape)

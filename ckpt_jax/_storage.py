@@ -75,11 +75,14 @@ class Folder:
 
     @property
     def name(self) -> str:
-        return self.url.rpartition("/")[2]
+        """The folder's own name; empty for a bucket."""
+        return "" if self.parent == self else self.url.rpartition("/")[2]
 
     @property
     def parent(self) -> "Folder":
-        return Folder(self.url.rpartition("/")[0] or "/")
+        """The folder above; a bucket's, and that of the root of a file system, is itself."""
+        above = self.url.rpartition("/")[0]
+        return self if above.endswith(":/") else Folder(above or "/")
 
     def _path(self, name: str) -> str:
         return os.path.join(self.url, name)

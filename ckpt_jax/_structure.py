@@ -1,12 +1,11 @@
 """Structures: names of leaves, and containers as plain data (no JAX)."""
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
-import msgspec
-
-from ._manifest import Node
+from ._manifest import Node, unpack
 from .errors import Fault
 
 ROOT = "<root>"  # The name of a leaf that is the whole tree.
@@ -27,23 +26,23 @@ def escape(entry: str) -> str:
 
 def part(key: Any) -> str:
     """A dict's key, a position or a field as a part of a name."""
-    return escape(msgspec.json.encode(key).decode() if isinstance(key, tuple) else str(key))
+    return escape(json.dumps(key, ensure_ascii=False, separators=(",", ":")) if isinstance(key, tuple) else str(key))
 
 
 def join(prefix: str, key: Any) -> str:
     """The name of a child: its parent's name, a dot, and its escaped key."""
-    return f"{prefix}.{part(key)}" if prefix else part(key)
+    return below(prefix, part(key))
+
+
+def below(prefix: str, entry: str) -> str:
+    return f"{prefix}.{entry}" if prefix else entry
 
 
 def keys_of(node: Node) -> list[Any]:
     """The keys of a node's children, as they are in Python."""
     if node.kind in ("dict", "named"):
-        return [_from_json(key) for key in node.keys]
+        return list(map(unpack, node.keys))
     return list(range(len(node.children)))
-
-
-def _from_json(key: Any) -> Any:
-    return tuple(map(_from_json, key)) if isinstance(key, list) else key
 
 
 def build(structure: Node | str, leaf: Callable[[str], Any], wanted: Callable[[str], bool] = lambda name: True) -> Any:
@@ -89,22 +88,22 @@ def differences(
         elif not _fits(a, b):
             yield ("other" if empty[0] == empty[1] else "missing" if empty[0] else "extra"), _fault(name, a, b)
         else:
-            ours, theirs = (dict(zip(keys_of(n), n.children, strict=True)) for n in (a, b))
+            ours, theirs = (dict(zip(map(part, keys_of(n)), n.children, strict=True)) for n in (a, b))
             for key, child in ours.items():
                 if key in theirs:
-                    yield from walk(child, theirs[key], join(name, key))
+                    yield from walk(child, theirs[key], below(name, key))
                 elif not _any_leaf(child):
-                    yield "extra", Fault(join(name, key), "", "", f"{says(child)} in the checkpoint, not in `like`")
+                    yield "extra", Fault(below(name, key), "", "", f"{says(child)} in the checkpoint, not in `like`")
             for key, child in theirs.items():
                 if key not in ours and not _any_leaf(child):
-                    yield "missing", Fault(join(name, key), "", "", f"{says(child)} in `like`, not in the checkpoint")
+                    yield "missing", Fault(below(name, key), "", "", f"{says(child)} in `like`, not in the checkpoint")
 
     yield from walk(saved, target, "")
 
 
 def _fits(a: Node, b: Node) -> bool:
     if a.kind == b.kind == "dict":
-        ours, theirs = ({str(k): type(k) for k in keys_of(n)} for n in (a, b))
+        ours, theirs = ({part(k): type(k) for k in keys_of(n)} for n in (a, b))
         return all(theirs.get(k, t) is t for k, t in ours.items())
     if a.kind == b.kind == "unnamed":
         return not (a.static and b.static) or a.static == b.static

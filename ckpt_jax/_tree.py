@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from ._manifest import LEAF, Node
+from ._manifest import LEAF, Node, pack
 from ._structure import ROOT, join
 from .errors import Fault, Unsupported
 
@@ -60,7 +60,7 @@ def flatten(tree: Any) -> Flat:
         return Node(
             kind,
             [walk(child, join(name, key)) for key, child in zip(keys, children, strict=True)],
-            list(keys) if kind in ("dict", "named") else [],
+            list(map(pack, keys)) if kind in ("dict", "named") and not bad else [],
             "" if type(node) in _PLAIN else f"{type(node).__module__}.{type(node).__qualname__}",
             _static_digest(static) if kind == "unnamed" else "",
         )

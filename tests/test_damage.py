@@ -1,7 +1,7 @@
 """Damage: whatever befalls the bytes of a checkpoint is found and named, or touched nothing that anyone reads.
 
 By default a sample is tried, with a fixed seed. `CKPT_DAMAGE=full` tries every byte of every file, and every bit of
-the small ones; that takes some twenty minutes.
+the small ones; that takes half an hour.
 """
 
 import functools
@@ -251,8 +251,14 @@ def _others(world: World, file: str) -> Iterator[Damage]:
     def with_contents(kind: str, detail: str, new: dict[Path, bytes | None]) -> Damage:
         return Damage(kind, file, detail, functools.partial(_contents, new))
 
-    lengths = {0, 1, len(data) // 2, len(data) - 1}
-    for length in range(len(data)) if FULL else sorted(lengths & {*range(len(data))}):
+    lengths = {
+        0,
+        1,
+        len(data) // 2,
+        len(data) - 1,
+        *range(0, len(data) if FULL else 0, 1 if len(data) <= SMALL else 37),
+    }
+    for length in sorted(lengths & {*range(len(data))}):
         yield with_contents("cut off", f"at {length} of {len(data)}", {path: data[:length]})
     for extra in {b"\0": 0, b" ": 0, b"\n": 0, data[:1]: 0, data: 0}:
         if extra:
@@ -379,8 +385,10 @@ def _listed(world: World, damage: Damage, tally: Tally, where: str) -> None:
 def test_no_damage_is_ever_restored_as_if_it_were_whole(world: World) -> None:
     tally = Tally()
     before = {file: (world.step / file).read_bytes() for file in world.files}
+    locate = functools.cache(_arrays.locate)  # TensorStore's dump of a tree leaks, and a full run looks at 100,000.
     for damage in damages(world):
-        with damage.do():
+        elsewhere = damage.file.startswith("state/ocdbt.process_0/") and damage.kind in ("bit flipped", "cut off")
+        with damage.do(), mock.patch.object(_arrays, "locate", locate if elsewhere else _arrays.locate):
             judge(world, damage, tally)
     print(tally)
     assert {file: (world.step / file).read_bytes() for file in world.files} == before, "the test puts all back"
@@ -390,8 +398,9 @@ def test_no_damage_is_ever_restored_as_if_it_were_whole(world: World) -> None:
     assert tally.touched == []
     assert tally.tried > (20_000 if FULL else 3_000)
     assert tally.count("detected") > tally.tried / 2
-    # What nobody reads: each writer's own tree of keys, once all are merged, and unused bytes between chunks.
-    assert all(file.startswith("state/ocdbt.process_0/") or file.startswith("state/d/") for file in tally.unused)
+    # What nobody reads: each writer's own tree of keys, once all are merged, and the newline that ends the manifest.
+    assert tally.unused.keys() <= {MANIFEST, "state/ocdbt.process_0/manifest.ocdbt", "state/ocdbt.process_0/d/*"}
+    assert tally.unused[MANIFEST] <= 1
 
 
 # --- damage that every lower check takes for whole --------------------------------------------------------------------

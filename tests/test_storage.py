@@ -660,67 +660,70 @@ def test_a_file_that_may_not_grow_fails_that_save_and_nothing_else(tmp_path: Pat
 # --- no permission ----------------------------------------------------------------------------------------------------
 
 
-def as_nobody(path: Path, call: str) -> str:
-    """What a call comes to in a process that may not do much."""
-    code = f"""
+def as_nobody(*calls: str) -> list[str]:
+    """What some calls come to in a process that may not do much."""
+    code = """
         import os, sys
         import jax, numpy as np
         import ckpt_jax as ck
         from ckpt_jax import _save, _restore, _open, _verify, _retain, _commit
         jax.devices()
-        path = sys.argv[1]
         os.setgroups([]); os.setgid(65534); os.setuid(65534)
-        try:
-            print("done:", {call})
-        except (ck.CheckpointError, OSError) as error:
-            print(f"{{type(error).__name__}}: {{error}}")
+        for call in sys.argv[1:]:
+            try:
+                print("done:", str(eval(call)).replace("\\n", " "))
+            except (ck.CheckpointError, OSError) as error:
+                print(f"{type(error).__name__}:", str(error).replace("\\n", " "))
     """
-    process = child(code, str(path))
+    process = child(code, *calls)
     out, _ = process.communicate()
     assert process.returncode == 0
-    return out
+    lines = out.splitlines()
+    assert len(lines) == len(calls)
+    return lines
 
 
-@as_root
-def test_without_permission_a_save_says_so(tmp_path: Path) -> None:
+@pytest.fixture
+def open_to_all(tmp_path: Path) -> Path:
+    """A folder that others can look into."""
     for above in (tmp_path, *tmp_path.parents):
         if not above.stat().st_mode & stat.S_IXOTH:
             above.chmod(above.stat().st_mode | stat.S_IXOTH)
-    ck.save(tmp_path / "1", TREE)
-    for path in ("2", "new/2"):
-        out = as_nobody(tmp_path / path, "ck.save(path, {'n': 1})")
-        assert "Permission denied" in out
-        assert str(tmp_path) in out
-    out = as_nobody(tmp_path / "1", "ck.save(path, {'n': 1}, overwrite=True)")
-    assert "Permission denied" in out
-    assert whole(tmp_path / "1")
-    assert sorted(os.listdir(tmp_path)) == ["1", "LATEST"]
+    return tmp_path
 
 
 @as_root
-def test_without_permission_a_restore_says_so(tmp_path: Path) -> None:
-    for above in (tmp_path, *tmp_path.parents):
-        if not above.stat().st_mode & stat.S_IXOTH:
-            above.chmod(above.stat().st_mode | stat.S_IXOTH)
-    ck.save(tmp_path / "1", TREE)
-    locked = [
-        tmp_path / "1" / _manifest.NAME,
-        *(tmp_path / "1" / "state" / "ocdbt.process_0" / "d").iterdir(),
-        tmp_path / "1",
-    ]
-    for path in locked:
-        mode = path.stat().st_mode
+def test_without_permission_a_save_says_so(open_to_all: Path) -> None:
+    ck.save(open_to_all / "1", TREE)
+    answers = as_nobody(
+        f"ck.save({str(open_to_all / '2')!r}, {{'n': 1}})",
+        f"ck.save({str(open_to_all / 'new' / '2')!r}, {{'n': 1}})",
+        f"ck.save({str(open_to_all / '1')!r}, {{'n': 1}}, overwrite=True)",
+    )
+    for answer in answers:
+        assert answer.startswith(("PermissionError: ", "CheckpointError: "))
+        assert "Permission denied" in answer
+        assert str(open_to_all) in answer
+    assert whole(open_to_all / "1")
+    assert sorted(os.listdir(open_to_all)) == ["1", "LATEST"]
+
+
+@as_root
+@pytest.mark.parametrize("what", [_manifest.NAME, "state/ocdbt.process_0/d/*", "state/manifest.ocdbt", ""])
+def test_without_permission_a_restore_says_so(open_to_all: Path, what: str) -> None:
+    step = str(open_to_all / "1")
+    ck.save(step, TREE)
+    for path in (open_to_all / "1").glob(what) if what else [open_to_all / "1"]:
         path.chmod(0)
-        for call in ("ck.restore(path)", "ck.open(path)['w'][()]", "ck.verify(path).check()"):
-            out = as_nobody(tmp_path / "1", call)
-            assert out.startswith(("PermissionError", "Corrupt", "CheckpointError")), out
-            assert re.search("[Pp]ermission|PERMISSION", out), out
-            assert str(tmp_path / "1") in out
-        for call in ("ck.steps(os.path.dirname(path))", "ck.latest(os.path.dirname(path))"):
-            out = as_nobody(tmp_path / "1", call)
-            assert out.startswith(("done: ", "PermissionError"))
-        path.chmod(mode)
-    assert whole(tmp_path / "1")
+    first = [f"ck.restore({step!r})", f"ck.open({step!r})['w'][()]", f"ck.verify({step!r}).check()"]
+    then = [f"ck.steps({str(open_to_all)!r})", f"ck.latest({str(open_to_all)!r})"]
+    answers = as_nobody(*first, *then)
+    for answer in answers[:3]:
+        assert answer.startswith(("PermissionError: ", "Corrupt: ", "CheckpointError: ")), answer
+        assert re.search("[Pp]ermission|PERMISSION", answer), answer
+        assert step in answer
+    for answer in answers[3:]:
+        assert answer.startswith(("done: ", "PermissionError: ")), answer
 
 
 # --- deleted meanwhile ------------------------------------------------------------------------------------------------
