@@ -262,7 +262,7 @@ def target(value: Any) -> Target:
     """
     kind = type(value)
     if kind in _REGISTERED:
-        return target(_REGISTERED[kind].encode(value))
+        return msgspec.structs.replace(target(_REGISTERED[kind].encode(value)), like=value)
     if isinstance(value, jax.core.Tracer):
         raise _Refused("a traced value: call restore outside of jit, or give it ShapeDtypeStructs")
     if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
@@ -275,9 +275,9 @@ def target(value: Any) -> Target:
     if kind in _SCALARS or isinstance(value, (np.str_, np.bytes_)):
         return Target("scalar", kind.__name__, like=value)
     if isinstance(value, np.generic):
-        return Target("generic", value.dtype.name, like=value)
+        return Target("generic", _dtype_name(value.dtype), like=value)
     if isinstance(value, np.ndarray):
-        return Target("numpy", name_of(value.dtype), value.shape, like=value)
+        return Target("numpy", _dtype_name(value.dtype), value.shape, like=value)
     if is_live(value):
         return Target("live", type_name(value), like=value)
     raise _Refused(_why_not(value))
@@ -328,11 +328,10 @@ def scalar(name: str, leaf: Leaf) -> Any:
     raise Corrupt(f"{name} is damaged", [Fault(name, f"a value of type {leaf.dtype}", found)])
 
 
-def decode_registered(value: Any, leaf: Leaf, like: Any) -> Any:
-    """The registered object that was saved as `value`; `value` itself where nobody registered its type."""
-    if not leaf.type:
-        return value
-    if like is not None and type(like) in _REGISTERED:
-        return _REGISTERED[type(like)].decode(value)
+def decode_registered(value: Any, leaf: Leaf, want: Target) -> Any:
+    """The object of a registered type that `value` was encoded from, if one is wanted."""
+    if want.like is not None:
+        registered = _REGISTERED.get(type(want.like))
+        return registered.decode(value) if registered else value
     by_name = {f"{t.__module__}.{t.__qualname__}".removeprefix("builtins."): r for t, r in _REGISTERED.items()}
     return by_name[leaf.type].decode(value) if leaf.type in by_name else value

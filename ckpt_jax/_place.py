@@ -13,7 +13,7 @@ from ._leaves import Target
 from ._manifest import Leaf
 
 try:  # One call an array, with weak type and commitment, and a true copy. The public way takes five times as long.
-    from jax._src.core import ShapedArray, update_aval_with_sharding
+    from jax._src.core import ShapedArray, mem_kind_to_space, update_aval_with_sharding
     from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 
     # The memory is only read during the call, so it is copied. With `device_put(may_alias=False)`, which is public,
@@ -22,6 +22,7 @@ try:  # One call an array, with weak type and commitment, and a true copy. The p
     _put: Any = xla_client.batched_device_put  # pyright: ignore[reportPrivateImportUsage]
 except (ImportError, AttributeError):  # A later jax; a test goes this way too.
     ShapedArray: Any = None
+    mem_kind_to_space: Any = None
     update_aval_with_sharding: Any = None
     _COPY = _put = None
 
@@ -82,8 +83,14 @@ def place(pieces: dict[Box, np.ndarray], want: Target) -> Any:
     (piece,) = pieces.values()
     if want.kind == "scalar":
         return piece[()].item()
-    piece = piece.astype(want.dtype, copy=False)
+    piece = piece if piece.dtype == _arrays.little(want.dtype) else converted(piece, want.dtype)
     return piece[()] if want.kind == "generic" else piece
+
+
+def converted(values: np.ndarray, dtype: str) -> np.ndarray:
+    """The values in another dtype, which somebody asked for: what does not fit in it is not worth a warning."""
+    with np.errstate(all="ignore"):
+        return values.astype(dtype)
 
 
 @functools.cache
@@ -99,7 +106,7 @@ def _on_devices(pieces: dict[Box, np.ndarray], want: Target, dtype: str, shape: 
     """A jax array of its own memory, committed or not, with the weak type that is asked for."""
     sharding, devices, boxes, aval = _destination(want.sharding or _default_device(), shape, dtype, weak=want.weak)
     if next(iter(pieces.values())).dtype != _arrays.little(dtype):
-        pieces = {box: piece.astype(dtype) for box, piece in pieces.items()}
+        pieces = {box: converted(piece, dtype) for box, piece in pieces.items()}
     if _put is None:
         return _public([pieces[box] for box in boxes], devices, sharding, want, shape)
     if 1 < len(pieces) < len(boxes):
@@ -123,7 +130,9 @@ def _destination(where: Any, shape: Shape, dtype: str, *, weak: bool) -> tuple[A
     boxes = [_chunks.box(index or (), shape) for index in indices.values()]
     aval = None
     if _put is not None:
-        aval = update_aval_with_sharding(ShapedArray(shape, np.dtype(dtype), weak_type=weak), sharding)
+        space = mem_kind_to_space(sharding.memory_kind)
+        aval = ShapedArray(shape, np.dtype(dtype), weak_type=weak, memory_space=space)
+        aval = update_aval_with_sharding(aval, sharding)
     return sharding, list(indices), boxes, aval
 
 

@@ -1,5 +1,6 @@
 """Restore: a checkpoint becomes a tree, on whatever sharding is asked for."""
 
+import contextlib
 import fnmatch
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -66,6 +67,7 @@ def restore(
     place = _storage.folder(path)
     manifest = _commit.load(place)
     wanted = matcher(only)
+    _check_only(only, place, manifest, like)
     if like is None:
         return _without_target(place, manifest, sharding, wanted)
     flat = _tree.flatten(like)
@@ -111,6 +113,19 @@ def matcher(only: str | Sequence[str] | None) -> Callable[[str], bool]:
     if not all(isinstance(pattern, str) for pattern in patterns):
         raise TypeError(f"only is a glob or a list of them, not {only!r}")
     return lambda name: any(fnmatch.fnmatchcase(name, p) or fnmatch.fnmatchcase(name, p + ".*") for p in patterns)
+
+
+def _check_only(only: str | Sequence[str] | None, place: _storage.Folder, manifest: Manifest, like: Any) -> None:
+    """A glob that names nothing is a slip of the pen, and must not end in a restore of nothing."""
+    patterns = [only] if isinstance(only, str) else list(only or ())
+    names = manifest.leaves.keys() | (_tree.flatten(like).leaves.keys() if patterns and like is not None else set())
+    idle = [pattern for pattern in patterns if not any(map(matcher(pattern), names))]
+    if idle:
+        raise Mismatch(
+            f"{place} has no leaf that `only` names",
+            [Fault(pattern, "a leaf of this name", "none") for pattern in idle],
+            hint=f"`ckpt-jax show {place}` lists what was saved",
+        )
 
 
 # --- what fits what ---------------------------------------------------------------------------------------------------
@@ -164,6 +179,8 @@ def fits(name: str, leaf: Leaf, want: Target, *, cast: bool) -> Fault | None:
         return fault()
     if want.dtype != leaf.dtype and not cast:
         return fault("cast=True converts it")
+    if leaf.dtype.startswith("complex") and not want.dtype.startswith("complex"):
+        return fault("no cast drops an imaginary part")
     if want.kind == "jax" and not cast and not _held(want.dtype):
         return fault("JAX holds no 64-bit values: set jax_enable_x64, restore it as NumPy, or cast=True")
     return None
@@ -185,7 +202,7 @@ def _uneven(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> str | No
         )
     try:
         sharding.shard_shape(shape)
-    except ValueError as error:
+    except (ValueError, IndexError) as error:  # IndexError: a 0-d array cut along an axis.
         return f"{list(shape)} cannot be cut as its sharding says: {str(error).partition(chr(10))[0][:200]}"
     return None
 
@@ -231,12 +248,15 @@ def _exactly(value: Any, dtype: str) -> bool:
         held = np.asarray(value).astype(dtype) if not isinstance(value, int) else np.array(value, dtype)
     except (OverflowError, ValueError):
         return False
-    return bool(held == value) or (value != value and bool(held != held))  # noqa: PLR0124  NaN.
+    back = held.item()  # Not `held == value`, which NumPy compares in the narrower type.
+    return back == value or (value != value and back != back)  # noqa: PLR0124  NaN.
 
 
 def _castable(value: Any, dtype: str) -> bool:
+    if isinstance(value, complex) and not dtype.startswith("complex"):
+        return False
     try:
-        np.asarray(value).astype(dtype)
+        _place.converted(np.asarray(value), dtype)
     except (TypeError, ValueError, OverflowError):
         return False
     return True
@@ -327,19 +347,22 @@ def _without_target(
 
 
 def _set_live(pairs: dict[str, tuple[Leaf, Target]], values: dict[str, Any]) -> None:
-    """Sets live objects last: a restore that was refused has touched nothing."""
-    for name, (leaf, want) in pairs.items():
-        if leaf.kind == "live":
-            state = _leaves.live_state(leaf, *_processes.here())
-            try:
-                _leaves.set_state(want.like, state)
-            except Exception as error:
-                raise Mismatch(
-                    f"{name} does not take the state it had",
-                    [Fault(name, f"a {leaf.type} that takes its state", f"{type(error).__name__}: {error}")],
-                    hint="build the loader as it was built when the checkpoint was saved",
-                ) from error
-            values[name] = want.like
+    """Sets live objects last, and all or none: a restore that was refused has touched nothing."""
+    live = {name: (leaf, want.like) for name, (leaf, want) in pairs.items() if leaf.kind == "live"}
+    before = [(thing, _leaves.get_state(thing)) for _, thing in live.values()]
+    for name, (leaf, thing) in live.items():
+        try:
+            _leaves.set_state(thing, _leaves.live_state(leaf, *_processes.here()))
+        except Exception as error:
+            for other, state in before:
+                with contextlib.suppress(Exception):  # The one that refused may refuse this too.
+                    _leaves.set_state(other, state)
+            raise Mismatch(
+                f"{name} does not take the state it had",
+                [Fault(name, f"a {leaf.type} that takes its state", f"{type(error).__name__}: {error}")],
+                hint="build the loader as it was built when the checkpoint was saved",
+            ) from error
+        values[name] = thing
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -356,23 +379,23 @@ def _read(place: _storage.Folder, manifest: Manifest, pairs: dict[str, tuple[Lea
         if faults := _commit.missing_files(place, manifest):
             raise _faults.damaged(place, _faults.name_leaves(place, manifest, faults))
         values |= _read_arrays(place, manifest, stored)
-    return {
-        name: _leaves.decode_registered(value, pairs[name][0], pairs[name][1].like) for name, value in values.items()
-    }
+    return {name: _leaves.decode_registered(value, *pairs[name]) for name, value in values.items()}
 
 
 def _as_wanted(value: Any, want: Target) -> Any:
     """A Python value as a scalar or a 0-d array."""
     if want.kind == "scalar" or want.kind not in ("jax", "numpy", "generic"):
         return value
-    array = np.asarray(value).astype(want.dtype) if not isinstance(value, int) else _from_int(value, want.dtype)
+    array = (
+        _place.converted(np.asarray(value), want.dtype) if not isinstance(value, int) else _from_int(value, want.dtype)
+    )
     if want.kind == "jax":
         return _place.place({_chunks.whole(()): array}, want)
     return array[()] if want.kind == "generic" else array
 
 
 def _from_int(value: int, dtype: str) -> np.ndarray:
-    return np.array(value, dtype) if _exactly(value, dtype) else np.asarray(value).astype(dtype)
+    return np.array(value, dtype) if _exactly(value, dtype) else _place.converted(np.asarray(value), dtype)
 
 
 def _read_arrays(place: _storage.Folder, manifest: Manifest, pairs: dict[str, tuple[Leaf, Target]]) -> dict[str, Any]:

@@ -82,10 +82,9 @@ def differences(
         if not (wanted(name or ROOT) or _any_wanted(a, name, wanted)):
             return
         empty = not _any_leaf(a), not _any_leaf(b)
-        if isinstance(a, str) or isinstance(b, str):
-            if isinstance(a, Node) != isinstance(b, Node):
-                yield "other", _fault(name, a, b)
-        elif not _fits(a, b):
+        if isinstance(a, str) and isinstance(b, str):
+            return
+        if isinstance(a, str) or isinstance(b, str) or not _fits(a, b):
             yield ("other" if empty[0] == empty[1] else "missing" if empty[0] else "extra"), _fault(name, a, b)
         else:
             ours, theirs = (dict(zip(map(part, keys_of(n)), n.children, strict=True)) for n in (a, b))

@@ -16,15 +16,20 @@ NAME_BYTES = 60_000  # OCDBT keys end at 65,535 bytes, and a chunk's coordinates
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """A tree taken apart. `leaves` stand in JAX's order, so that `treedef` can put them together again."""
+    """A tree taken apart. `leaves` stand in JAX's order, so that they can be put together again."""
 
     leaves: dict[str, Any]
     structure: Node | str
-    treedef: Any
+    tree: Any
 
     def unflatten(self, values: dict[str, Any]) -> Any:
         """A tree like the one taken apart, with other leaves."""
-        return jax.tree.unflatten(self.treedef, [values[name] for name in self.leaves])
+        # `is_leaf`: JAX warns of iterators in a tree, and grain's are such; they are leaves here.
+        treedef = jax.tree.structure(self.tree, is_leaf=lambda node: _one_level(node) is None)
+        return jax.tree.unflatten(treedef, [values[name] for name in self.leaves])
+
+
+_one_level = jax.tree_util.default_registry.flatten_one_level_with_keys  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def flatten(tree: Any) -> Flat:
@@ -35,11 +40,10 @@ def flatten(tree: Any) -> Flat:
     """
     leaves: dict[str, Any] = {}
     faults: list[Fault] = []
-    one_level = jax.tree_util.default_registry.flatten_one_level_with_keys  # pyright: ignore[reportAttributeAccessIssue]
 
     def walk(node: Any, name: str) -> Node | str:
         try:
-            level = one_level(node)
+            level = _one_level(node)
         except ValueError as error:  # Keys that do not compare: JAX has no order for them.
             faults.append(Fault(name or ROOT, "keys that can be sorted", str(error)))
             return Node("none")
@@ -68,7 +72,7 @@ def flatten(tree: Any) -> Flat:
     try:
         structure = walk(tree, "")
         if not faults:
-            return Flat(leaves, structure, jax.tree.structure(tree))
+            return Flat(leaves, structure, tree)
     except RecursionError:
         faults.append(Fault(ROOT, "a tree of fewer than some hundred levels", "a deeper one, or one that holds itself"))
     raise Unsupported("this tree cannot be saved", faults, hint="dicts with str or int keys always can")
