@@ -61,7 +61,7 @@ def _not_found(place: Folder) -> NotFound:
             hint="a save that did not finish does not count; `ckpt-jax ls` on the folder above lists what does",
         )
     if place.exists() and place.local and not os.path.isdir(place.url):
-        return NotFound(f"{place} is a file, not a checkpoint's folder")
+        return NotFound(f"{place} is a file, not a checkpoint's folder", hint="give the folder that it lies in")
     above = steps(place.parent) if place.parent.exists() else []
     hint = f"{place.parent} has the steps {', '.join(map(str, above[-5:]))}" if above else "check the path"
     return NotFound(f"there is nothing at {place}", hint=hint)
@@ -74,14 +74,11 @@ def _few(names: list[str]) -> str:
 def missing_files(place: Folder, manifest: Manifest) -> list[Fault]:
     """Which files are not there, or not of the size that the manifest tells."""
     sizes = place.sizes(list(manifest.files))
-    faults = [
+    return [
         Fault(path, f"{file.bytes:,} bytes", "no such file" if sizes[path] is None else f"{sizes[path]:,} bytes")
         for path, file in manifest.files.items()
         if sizes[path] != file.bytes
     ]
-    if faults and place.read(_manifest.NAME) is None:
-        raise NotFound(f"{place} was deleted while being read")
-    return faults
 
 
 # --- a root of steps --------------------------------------------------------------------------------------------------

@@ -44,10 +44,17 @@ def chunk_faults(place: Folder, manifest: Manifest, bad: list[tuple[_arrays.Want
     return faults
 
 
-def name_leaves(place: Folder, manifest: Manifest, faults: list[Fault]) -> list[Fault]:
-    """The same faults of files, each with the leaves that live in that file."""
+def of_files(place: Folder, manifest: Manifest) -> list[Fault]:
+    """Files that are not there or not of their size, each with the leaves that live in it.
+
+    Raises:
+        NotFound: the whole checkpoint is gone meanwhile.
+    """
+    faults = _commit.missing_files(place, manifest)
     if not faults:
         return []
+    if (error := vanished(place, manifest)) is not None:
+        raise error
     inside: dict[str, set[str]] = {}
     for key, file in _arrays.locate(place / manifest.state).items():
         inside.setdefault(f"{manifest.state}/{file}", set()).add(key.partition("/")[0])

@@ -376,8 +376,8 @@ def _read(place: _storage.Folder, manifest: Manifest, pairs: dict[str, tuple[Lea
         if leaf.kind == "scalar":
             values[name] = _as_wanted(_leaves.scalar(name, leaf), want)
     if stored:
-        if faults := _commit.missing_files(place, manifest):
-            raise _faults.damaged(place, _faults.name_leaves(place, manifest, faults))
+        if faults := _faults.of_files(place, manifest):
+            raise _faults.damaged(place, faults)
         values |= _read_arrays(place, manifest, stored)
     return {name: _leaves.decode_registered(value, *pairs[name]) for name, value in values.items()}
 

@@ -21,7 +21,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 IDLE_SECONDS = 3600  # Where the file system has no locks: an attempt in which nothing moved for so long is dead.
 CONCURRENCY = 8  # Files written or read at once: enough to have several fsyncs under way.
 
-_URL = re.compile(r"(gs|s3|memory)://(?P<rest>.+)\Z", re.DOTALL)
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)\Z", re.DOTALL)
 # TensorStore's own defaults wait 15 minutes for a server that is gone.
 _RETRIES = {"max_retries": 6, "initial_delay": "200ms", "max_delay": "5s"}
 
@@ -144,7 +144,7 @@ class Folder:
         if self.local:
             try:
                 return sorted(os.listdir(self.url))
-            except FileNotFoundError:
+            except (FileNotFoundError, NotADirectoryError):
                 return []
         names = (key.decode("utf-8", "surrogateescape") for key in _kv(self).list().result())
         return sorted({name.partition("/")[0] for name in names})
@@ -361,16 +361,25 @@ def folder(path: PathLike) -> Folder:
         raise TypeError(f"a path is a str or os.PathLike of one, not {type(path).__name__}")
     if not text.strip():
         raise ValueError("the path is empty")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"a path is text in UTF-8, and this is not: {text!r}") from None
     if "\0" in text:
         raise ValueError(f"a path holds no NUL: {text!r}")
-    if found := _URL.match(text):
-        return Folder(f"{found[1]}://{found['rest'].strip('/')}")
-    if re.match(r"[a-z][a-z0-9+.-]*://", text) and not text.startswith("file://"):
+    found = _URL.match(text)
+    if found is None:
+        return Folder(os.path.abspath(os.path.expanduser(text)))
+    scheme, rest = found[1].lower(), found[2]
+    if scheme == "file" and rest.startswith("/"):
+        return Folder(os.path.abspath(rest))
+    if scheme not in ("gs", "s3", "memory", "file"):
         raise Unsupported(
-            f"no storage is known for {text}",
-            [Fault(text, "a folder, gs://, s3:// or memory://", text.partition("://")[0] + "://")],
+            f"no storage is known for {text}", [Fault(text, "a folder, gs://, s3:// or memory://", f"{scheme}://")]
         )
-    return Folder(os.path.abspath(os.path.expanduser(text.removeprefix("file://"))))
+    if scheme == "file" or not rest.strip("/") or rest.startswith("/"):
+        raise ValueError(f"this path names no {'folder' if scheme == 'file' else 'bucket'}: {text}")
+    return Folder(f"{scheme}://{rest.strip('/')}")
 
 
 @functools.cache

@@ -84,10 +84,7 @@ def progress(path: _storage.PathLike, level: Level = "chunks") -> Iterator[tuple
             place.url, level, error.faults or (Fault("MANIFEST.json", "a manifest", error.summary),), 0, 0, 0.0
         )
         return
-    faults = [
-        *_name_faults(place, manifest),
-        *_faults.name_leaves(place, manifest, _commit.missing_files(place, manifest)),
-    ]
+    faults = [*_name_faults(place, manifest), *_faults.of_files(place, manifest)]
     chunks = done = 0
     if level == "chunks":
         faults += _sidecar_faults(place, manifest, {fault.place for fault in faults})
