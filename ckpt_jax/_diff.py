@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from . import _manifest, _open, _storage, _structure
+from . import _open, _storage, _structure, _values
 from ._manifest import Leaf
 
 
@@ -128,7 +128,7 @@ def _compare(name: str, a: Leaf, b: Leaf, one: _open.Checkpoint, two: _open.Chec
 
 
 def _shown(leaf: Leaf) -> str:
-    return repr(_manifest.unpack(leaf.value))[:60]
+    return repr(_values.unpack(leaf.value))[:60]
 
 
 def _blocks(a: _open.LazyArray, b: _open.LazyArray) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -12,9 +12,9 @@ import ml_dtypes  # noqa: F401  Registers bfloat16, float8 and the like with Num
 import msgspec
 import numpy as np
 
-from . import _manifest
+from . import _manifest, _values
 from ._manifest import Leaf
-from .errors import Corrupt, Fault, Unsupported
+from .errors import Fault, Unsupported
 
 _SCALARS = (int, float, bool, str, bytes, complex)
 _NUMPY_TEXT = {"str_": np.str_, "bytes_": np.bytes_}
@@ -112,9 +112,9 @@ def encode(value: Any) -> Encoded:
         return _encode_jax(value)
     kind = type(value)
     if kind in _SCALARS:
-        return Encoded(Leaf("scalar", dtype=kind.__name__, value=_manifest.pack(value)))
+        return Encoded(Leaf("scalar", dtype=kind.__name__, value=_values.pack(value)))
     if isinstance(value, (np.str_, np.bytes_)):
-        return Encoded(Leaf("scalar", dtype=kind.__name__, value=_manifest.pack(value.item())))
+        return Encoded(Leaf("scalar", dtype=kind.__name__, value=_values.pack(value.item())))
     if isinstance(value, np.generic):
         return Encoded(Leaf("array", dtype=_dtype_name(value.dtype), host="scalar"), np.asarray(value))
     if kind in (np.ndarray, np.memmap):
@@ -200,7 +200,7 @@ def set_state(value: Any, state: Any) -> None:
 
 def _encode_live(value: Any) -> Leaf:
     try:
-        state = _manifest.pack(get_state(value))
+        state = _values.pack(get_state(value))
     except TypeError as error:
         raise _Refused(f"a {type_name(value)} whose state is not plain data: {error}") from error
     if found := _ADDRESS.search(str(state)):
@@ -217,12 +217,12 @@ def live_state(leaf: Leaf, process: int, processes: int) -> Any:
     Raises:
         ValueError: it was saved by another number of processes, and each had its own.
     """
-    if "global" in leaf.value:
-        return _manifest.unpack(leaf.value["global"])
-    states = leaf.value["processes"]
+    states = _manifest.states(leaf)
+    if states is None:
+        return _values.unpack(leaf.value["global"])
     if len(states) != processes:
         raise ValueError(f"one state for each of {len(states)} processes, and there are {processes} now")
-    return _manifest.unpack(states[process])
+    return states[process]
 
 
 # --- from disk --------------------------------------------------------------------------------------------------------
@@ -310,22 +310,19 @@ def default_target(leaf: Leaf, sharding: jax.sharding.Sharding | None) -> Target
     return Target("generic" if leaf.host == "scalar" else "numpy", leaf.dtype, leaf.shape)
 
 
-def scalar(name: str, leaf: Leaf) -> Any:
-    """A scalar leaf's Python value.
+def scalar(leaf: Leaf) -> Any:
+    """A scalar leaf's Python value."""
+    value = _manifest.scalar(leaf)
+    return _NUMPY_TEXT[leaf.dtype](value) if leaf.dtype in _NUMPY_TEXT else value
 
-    Raises:
-        Corrupt: the record holds no such value.
-    """
+
+@functools.cache
+def impl_width(impl: str) -> int | None:
+    """The length of the last axis of a PRNG implementation's key data; None if JAX knows none of that name."""
     try:
-        value = _manifest.unpack(leaf.value)
-        if type(value).__name__ == leaf.dtype:
-            return value
-        if leaf.dtype in _NUMPY_TEXT:
-            return _NUMPY_TEXT[leaf.dtype](value)
-        found = f"a {type(value).__name__}"
-    except (ValueError, TypeError) as error:
-        found = str(error)
-    raise Corrupt(f"{name} is damaged", [Fault(name, f"a value of type {leaf.dtype}", found)])
+        return jax.random.key_data(jax.random.key(0, impl=impl)).shape[-1]
+    except (ValueError, TypeError):
+        return None
 
 
 def decode_registered(value: Any, leaf: Leaf, want: Target) -> Any:

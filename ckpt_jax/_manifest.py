@@ -1,16 +1,14 @@
 """The manifest: what a checkpoint consists of, as typed data that can be written, read and trusted."""
 
-import base64
-import functools
 import hashlib
 import math
 import re
-import struct
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
-from . import _chunks
+from . import _chunks, _values
 from .errors import Corrupt, Fault, Unsupported
 
 FORMAT = "ckpt_jax"
@@ -21,7 +19,19 @@ LEAF = "*"  # Stands for a leaf in the tree.
 
 _SEAL = re.compile(rb',"seal":"([0-9a-f]{64})"\}\n?\Z')
 _STATE = re.compile(r"state(\.[0-9a-f]+)?\Z")
-_EXACT = 2**53  # JSON readers in other languages hold integers exactly up to here.
+
+
+# Every dtype that can be saved, and its bytes.
+ITEMSIZE = {
+    **dict.fromkeys(("bool", "int1", "uint1", "int2", "uint2", "int4", "uint4", "int8", "uint8", "float4_e2m1fn"), 1),
+    **dict.fromkeys(("float6_e2m3fn", "float6_e3m2fn", "float8_e3m4", "float8_e4m3", "float8_e4m3fn"), 1),
+    **dict.fromkeys(("float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
+    **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 2),
+    **dict.fromkeys(("int32", "uint32", "float32"), 4),
+    **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
+    "complex128": 16,
+}
+SCALARS = ("int", "float", "bool", "str", "bytes", "complex", "str_", "bytes_")
 
 
 class Node(msgspec.Struct, omit_defaults=True, gc=False):
@@ -153,11 +163,9 @@ class Part(msgspec.Struct):
     tree: str  # Digest of the structure and of every leaf's shape and dtype.
 
 
-@functools.cache
 def itemsize(dtype: str) -> int:
     """Bytes of one element as stored: JAX's types of less than a byte take one each."""
-    bits = re.search(r"\d+", dtype)
-    return max(1, int(bits[0]) // 8) if bits else 1  # `bool` is the one without a number.
+    return ITEMSIZE[dtype]
 
 
 def nbytes(leaf: Leaf) -> int:
@@ -166,111 +174,6 @@ def nbytes(leaf: Leaf) -> int:
 
 def chunk_bytes(leaf: Leaf) -> int:
     return itemsize(leaf.dtype) * math.prod(leaf.chunk)
-
-
-def human(size: float) -> str:
-    """A size in bytes for people.
-
-    >>> human(1_490_000_000)
-    '1.49 GB'
-    """
-    units = iter(("B", "kB", "MB", "GB", "TB", "PB"))
-    while (unit := next(units)) != "PB" and size >= 999.5:
-        size /= 1000
-    return f"{size:.3g} {unit}" if size < 999.5 else f"{size:,.0f} {unit}"
-
-
-# --- values in JSON ---------------------------------------------------------------------------------------------------
-
-
-def pack(value: Any) -> Any:
-    """A Python value as JSON that says exactly which value it was.
-
-    Raises:
-        TypeError: it holds something that is neither plain data nor an array of numbers.
-
-    >>> pack({"n": 2**70, "x": float("nan"), "b": b"hi"})
-    {'n': {'$int': '0x400000000000000000'}, 'x': {'$float': '7ff8000000000000'}, 'b': {'$bytes': 'aGk='}}
-    """
-    if value is None or isinstance(value, bool):
-        return value
-    kind = type(value)
-    if kind is int:
-        return value if abs(value) < _EXACT else {"$int": hex(value)}
-    if kind is float:
-        return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
-    if kind is complex:
-        return {"$complex": [pack(value.real), pack(value.imag)]}
-    if kind is bytes:
-        return {"$bytes": base64.b64encode(value).decode()}
-    if kind is str:
-        return _pack_str(value)
-    if kind is list:
-        return [pack(v) for v in value]
-    if kind is tuple:
-        return {"$tuple": [pack(v) for v in value]}
-    if kind is dict:
-        if all(type(k) is str and not k.startswith("$") for k in value):
-            return {k: pack(v) for k, v in value.items()}
-        return {"$dict": [[pack(k), pack(v)] for k, v in value.items()]}
-    return _pack_array(value)
-
-
-def _pack_str(value: str) -> Any:
-    try:
-        value.encode()
-    except UnicodeEncodeError:  # Lone surrogates, which no JSON in UTF-8 holds.
-        return {"$str": base64.b64encode(value.encode("utf-8", "surrogatepass")).decode()}
-    return value
-
-
-def _pack_array(value: Any) -> Any:
-    import numpy as np
-
-    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
-        little = np.ascontiguousarray(value).astype(value.dtype.newbyteorder("<"))
-        raw = base64.b64encode(little.tobytes()).decode()
-        return {"$array": [value.dtype.name, list(value.shape), raw], "$scalar": isinstance(value, np.generic)}
-    raise TypeError(f"{type(value).__module__}.{type(value).__qualname__} is not plain data: {value!r:.80}")
-
-
-def unpack(value: Any) -> Any:
-    """The inverse of `pack`.
-
-    Raises:
-        ValueError: it is nothing that `pack` writes.
-    """
-    if isinstance(value, list):
-        return [unpack(v) for v in value]
-    if not isinstance(value, dict):
-        return value
-    if not any(k.startswith("$") for k in value):
-        return {k: unpack(v) for k, v in value.items()}
-    try:
-        (tag, data), *_ = value.items()
-        if tag == "$array":
-            return _unpack_array(*data, scalar=value["$scalar"])
-        return _UNPACK[tag](data)
-    except (KeyError, TypeError, ValueError, struct.error) as error:
-        raise ValueError(f"not a packed value: {value!r:.80}") from error
-
-
-def _unpack_array(dtype: str, shape: list[int], raw: str, *, scalar: bool) -> Any:
-    import numpy as np
-
-    array = np.frombuffer(base64.b64decode(raw), np.dtype(dtype)).reshape(shape).copy()
-    return array[()] if scalar else array
-
-
-_UNPACK = {
-    "$int": lambda v: int(v, 16),
-    "$float": lambda v: struct.unpack(">d", bytes.fromhex(v))[0],
-    "$complex": lambda v: complex(unpack(v[0]), unpack(v[1])),
-    "$bytes": base64.b64decode,
-    "$str": lambda v: base64.b64decode(v).decode("utf-8", "surrogatepass"),
-    "$tuple": lambda v: tuple(unpack(x) for x in v),
-    "$dict": lambda v: {unpack(k): unpack(x) for k, x in v},
-}
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------
@@ -321,39 +224,100 @@ def _corrupt(place: str, expected: str, found: str) -> Corrupt:
 
 
 def _version(data: bytes) -> tuple[int, int] | None:
-    """The format's version, which every version keeps at the very beginning."""
-    found = re.match(rb'\{"format":"ckpt_jax","version":\[(\d{1,9}),(\d{1,9})\]', data)
-    return found and (int(found[1]), int(found[2]))  # pyright: ignore[reportReturnType]
+    """The format's version: at the very beginning, as we write it, or wherever another writer has put it."""
+    if found := re.match(rb'\{"format":"ckpt_jax","version":\[(\d{1,9}),(\d{1,9})\]', data):
+        return int(found[1]), int(found[2])
+    try:
+        document = msgspec.json.decode(data)
+        major, minor = document["version"]
+        if document["format"] == FORMAT and type(major) is int and type(minor) is int:
+            return major, minor
+    except (msgspec.MsgspecError, RecursionError, ValueError, TypeError, KeyError, IndexError):
+        pass  # Then it is no manifest, and `loads` says so.
+    return None
 
 
-def _faults(manifest: Manifest):
+def _faults(manifest: Manifest) -> Iterator[Fault]:
     """Everything in which a manifest contradicts itself: a stranger may have written it."""
-    if manifest.format != FORMAT:
-        yield Fault("format", FORMAT, repr(manifest.format))
+    if manifest.format != FORMAT or manifest.version[0] < 1 or manifest.version[1] < 0:
+        yield Fault("format", f"{FORMAT} from 1.0", f"{manifest.format!r:.80} {manifest.version}")
     if not _STATE.match(manifest.state):
-        yield Fault("state", "state or state.<nonce>", repr(manifest.state))
-    for path in manifest.files:
-        if not _inside(path):
-            yield Fault(f"files: {path!r:.80}", "a path inside the folder", "one that leaves it")
+        yield Fault("state", "state or state.<nonce>", f"{manifest.state!r:.80}")
+    if manifest.step is not None and manifest.step < 0:
+        yield Fault("step", "a number of updates", str(manifest.step))
+    for path, file in manifest.files.items():
+        if not _inside(path) or file.bytes < 0:
+            yield Fault(f"files: {path!r:.80}", "a path inside the folder, and its size", "another")
+    yield from _leaf_faults(manifest)
+    _values.unpack(manifest.metadata)
+    if (leaves := sum(1 for _ in _walk(manifest.tree))) != len(manifest.leaves):
+        yield Fault("tree", f"{len(manifest.leaves)} leaves", str(leaves))
+
+
+def _leaf_faults(manifest: Manifest) -> Iterator[Fault]:
     held = sum(max(0, file.bytes) for file in manifest.files.values())
     told = 0
     for name, leaf in manifest.leaves.items():
-        if leaf.kind not in ("array", "key", "scalar", "live"):
-            yield Fault(name, "array, key, scalar or live", repr(leaf.kind))
+        if leaf.sharding is not None and not 0 <= leaf.sharding < len(manifest.shardings):
+            yield Fault(name, "one of the shardings", str(leaf.sharding))
         if not leaf.stored:
-            continue
-        if len(leaf.chunk) != len(leaf.shape) or min(leaf.shape, default=0) < 0 or min(leaf.chunk, default=1) < 1:
+            yield from _value_faults(name, leaf)
+        elif leaf.dtype not in ITEMSIZE:
+            yield Fault(name, "a dtype", f"{leaf.dtype!r:.80}")
+        elif len(leaf.chunk) != len(leaf.shape) or min(leaf.shape, default=0) < 0 or min(leaf.chunk, default=1) < 1:
             yield Fault(name, "a chunk shape that fits the shape", f"chunk {leaf.chunk}, shape {leaf.shape}")
         elif len(leaf.digests) != DIGEST * (chunks := leaf.chunks):
             yield Fault(name, f"{chunks} digests", f"{len(leaf.digests) / DIGEST:g}")
+        elif leaf.kind == "key" and not leaf.shape:
+            yield Fault(name, "key data with a trailing axis", "a 0-d array")
         else:
             told += chunks * chunk_bytes(leaf)
-        if leaf.kind == "key" and not leaf.shape:
-            yield Fault(name, "key data with a trailing axis", "a 0-d array")
     if told > held:
         yield Fault("leaves", f"at most the {held:,} bytes that the files hold", f"{told:,}")
-    if (leaves := sum(1 for _ in _walk(manifest.tree))) != len(manifest.leaves):
-        yield Fault("tree", f"{len(manifest.leaves)} leaves", str(leaves))
+
+
+def _value_faults(name: str, leaf: Leaf) -> Iterator[Fault]:
+    if leaf.kind not in ("scalar", "live"):
+        yield Fault(name, "array, key, scalar or live", f"{leaf.kind!r:.80}")
+        return
+    try:
+        if leaf.kind == "scalar":
+            scalar(leaf)
+        else:
+            states(leaf)
+    except ValueError as error:
+        yield Fault(name, f"the value of a {leaf.kind} {leaf.dtype}", str(error))
+
+
+def scalar(leaf: Leaf) -> Any:
+    """A scalar leaf's Python value (of NumPy's text types, the text).
+
+    Raises:
+        ValueError: the record holds no such value.
+    """
+    value = _values.unpack(leaf.value)
+    if leaf.dtype == "float" and type(value) is int:  # A writer in another language may have dropped the point.
+        return float(value)
+    if leaf.dtype not in SCALARS or type(value).__name__ != leaf.dtype.rstrip("_"):
+        raise ValueError(f"a {type(value).__name__}")
+    return value
+
+
+def states(leaf: Leaf) -> list[Any] | None:
+    """The states of a live leaf in each process, or None if it has a global one.
+
+    Raises:
+        ValueError: the record holds neither.
+    """
+    value = leaf.value
+    if not isinstance(value, dict) or len(value) != 1 or not ("global" in value or value.get("processes")):
+        raise ValueError(f"{value!r:.80}")
+    if "global" in value:
+        _values.unpack(value["global"])
+        return None
+    if type(value["processes"]) is not list:
+        raise ValueError(f"{value!r:.80}")
+    return [_values.unpack(state) for state in value["processes"]]
 
 
 def _inside(path: str) -> bool:
@@ -361,7 +325,7 @@ def _inside(path: str) -> bool:
     return "\\" not in path and "\0" not in path and all(part not in ("", ".", "..") for part in parts)
 
 
-def _walk(tree: Node | str):
+def _walk(tree: Node | str) -> Iterator[str]:
     """The leaves of a structure, and a check on its nodes."""
     if isinstance(tree, str):
         if tree != LEAF:
@@ -370,10 +334,18 @@ def _walk(tree: Node | str):
         return
     if tree.kind not in ("dict", "list", "tuple", "none", "named", "unnamed"):
         raise ValueError(f"{tree.kind!r:.20} is no kind of node")
-    if tree.kind in ("dict", "named") and len(tree.keys) != len(tree.children):
-        raise ValueError(f"a {tree.kind} with {len(tree.keys)} keys and {len(tree.children)} children")
+    if tree.kind in ("dict", "named"):
+        keys = [_values.unpack(key) for key in tree.keys]
+        if len(keys) != len(tree.children) or not all(map(_is_key, keys)) or len(set(keys)) != len(keys):
+            raise ValueError(f"a {tree.kind} with {len(tree.keys)} keys and {len(tree.children)} children")
+    if tree.kind == "none" and tree.children:
+        raise ValueError("None with children")
     for child in tree.children:
         yield from _walk(child)
+
+
+def _is_key(key: Any) -> bool:
+    return all(map(_is_key, key)) if type(key) is tuple else key is None or type(key) in (str, int, bool)
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------
@@ -416,4 +388,8 @@ def merge(leaves: dict[str, Leaf], parts: list[Part], place: str) -> None:
             faults.append(Fault(name, f"{leaf.chunks} chunks", f"{missing} that no process wrote"))
         leaf.digests = "".join(found)
     if faults:
-        raise Corrupt(f"{place}: the processes did not write every chunk once; nothing was committed", faults)
+        raise Corrupt(
+            f"{place}: the processes did not write every chunk once; nothing was committed",
+            faults,
+            hint="all processes must save the same tree at the same time, each step in a folder of its own",
+        )

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from . import _arrays, _chunks, _commit, _faults, _manifest, _storage, _structure
+from . import _arrays, _chunks, _commit, _faults, _manifest, _storage, _structure, _values
 from ._manifest import Leaf, Manifest, Node
 
 
@@ -96,7 +96,7 @@ class LazyArray:
             return self._checkpoint._read(self.name, self._leaf, index)
         if index not in ((), Ellipsis):
             raise IndexError(f"{self.name} is a {self.kind} leaf; [()] gives its value")
-        value = _manifest.unpack(self._leaf.value)
+        value = _values.unpack(self._leaf.value)
         if self.kind == "live":
             return value["global"] if "global" in value else value["processes"]
         return value
@@ -137,7 +137,7 @@ class Checkpoint(Mapping[str, LazyArray]):
     @property
     def metadata(self) -> Any:
         """What the user gave to `save`."""
-        return _manifest.unpack(self.manifest.metadata)
+        return _values.unpack(self.manifest.metadata)
 
     @property
     def tree(self) -> Any:
@@ -228,7 +228,7 @@ def _html(checkpoint: Checkpoint) -> str:
     manifest = checkpoint.manifest
     title = "Checkpoint" if manifest.step is None else f"Step {manifest.step}"
     head = (
-        f"<b>{title}</b> {html.escape(checkpoint.path)}: {len(checkpoint):,} leaves, {_manifest.human(manifest.nbytes)}"
+        f"<b>{title}</b> {html.escape(checkpoint.path)}: {len(checkpoint):,} leaves, {_values.human(manifest.nbytes)}"
     )
     body = _html_node(manifest.tree, "", "tree", manifest.leaves.__getitem__)[0]
     return f'<div style="font-family: monospace; line-height: 1.5">{head}{body}</div>'
@@ -238,7 +238,7 @@ def _html_node(node: Node | str, name: str, label: str, leaf: Callable[[str], Le
     if isinstance(node, str):
         found = leaf(name or _structure.ROOT)
         size = _manifest.nbytes(found)
-        shown = f" {_manifest.human(size)}" if found.stored else ""
+        shown = f" {_values.human(size)}" if found.stored else ""
         return f"<div>{html.escape(label)}: {html.escape(str(found))}{shown}</div>", size
     if not node.children:
         return f"<div>{html.escape(label)}: {html.escape(_structure.says(node))}</div>", 0
@@ -248,7 +248,7 @@ def _html_node(node: Node | str, name: str, label: str, leaf: Callable[[str], Le
         parts.append(text)
         total += size
     kind = html.escape(node.type.rpartition(".")[2] or node.kind)
-    summary = f"{html.escape(label)} <i>{kind}</i> of {len(parts):,}, {_manifest.human(total)}"
+    summary = f"{html.escape(label)} <i>{kind}</i> of {len(parts):,}, {_values.human(total)}"
     opened = " open" if not name else ""
     return (
         f"<details{opened}><summary>{summary}</summary>"

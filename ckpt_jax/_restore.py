@@ -11,7 +11,7 @@ import jax
 import msgspec
 import numpy as np
 
-from . import _arrays, _chunks, _commit, _faults, _leaves, _place, _processes, _storage, _structure, _tree
+from . import _arrays, _chunks, _commit, _faults, _leaves, _manifest, _place, _processes, _storage, _structure, _tree
 from ._leaves import Target
 from ._manifest import Leaf, Manifest
 from .errors import Fault, Mismatch, Unsupported
@@ -168,11 +168,10 @@ def fits(name: str, leaf: Leaf, want: Target, *, cast: bool) -> Fault | None:
     if leaf.kind == "live":
         return fault() if want.kind != "live" else _live_fits(name, leaf)
     if leaf.kind == "key":
-        return (
-            fault()
-            if want.kind != "key" or want.dtype != f"key<{leaf.impl}>" or want.shape != leaf.shape[:-1]
-            else None
-        )
+        if leaf.dtype != "uint32" or _leaves.impl_width(leaf.impl) != leaf.shape[-1]:
+            return fault(f"this JAX has no PRNG implementation {leaf.impl!r} with such keys")
+        same = (want.kind, want.dtype, want.shape) == ("key", f"key<{leaf.impl}>", leaf.shape[:-1])
+        return None if same else fault()
     if want.kind == "scalar":
         return None if not leaf.shape and _same_sort(leaf.dtype, want.dtype) else fault()
     if want.kind not in ("jax", "numpy", "generic") or want.shape != leaf.shape:
@@ -216,7 +215,7 @@ def _scalar_fits(leaf: Leaf, want: Target, fault: Callable[..., Fault], *, cast:
         or leaf.dtype not in ("int", "float", "bool", "complex")
     ):
         return fault()
-    value = _leaves.scalar("", leaf)
+    value = _leaves.scalar(leaf)
     exact = _same_sort(want.dtype, leaf.dtype) and _exactly(value, want.dtype)
     if want.kind == "jax" and not _held(want.dtype):
         exact = False
@@ -340,16 +339,18 @@ def _without_target(
     values = _read(place, manifest, pairs)
     for name, (leaf, _) in pairs.items():
         if leaf.kind == "live":
-            states = leaf.value.get("processes") or [leaf.value["global"]]
-            unpacked = [_leaves.live_state(leaf, i, len(states)) for i in range(len(states))]
-            values[name] = unpacked if len(states) > 1 else unpacked[0]
+            states = _manifest.states(leaf) or [_leaves.live_state(leaf, 0, 1)]
+            values[name] = states if len(states) > 1 else states[0]
     return _structure.build(manifest.tree, values.__getitem__, wanted)
 
 
 def _set_live(pairs: dict[str, tuple[Leaf, Target]], values: dict[str, Any]) -> None:
     """Sets live objects last, and all or none: a restore that was refused has touched nothing."""
     live = {name: (leaf, want.like) for name, (leaf, want) in pairs.items() if leaf.kind == "live"}
-    before = [(thing, _leaves.get_state(thing)) for _, thing in live.values()]
+    before = []
+    for _, thing in live.values():
+        with contextlib.suppress(Exception):  # A loader that cannot say where it is yet has nothing to go back to.
+            before.append((thing, _leaves.get_state(thing)))
     for name, (leaf, thing) in live.items():
         try:
             _leaves.set_state(thing, _leaves.live_state(leaf, *_processes.here()))
@@ -374,7 +375,7 @@ def _read(place: _storage.Folder, manifest: Manifest, pairs: dict[str, tuple[Lea
     stored = {name: pair for name, pair in pairs.items() if pair[0].stored}
     for name, (leaf, want) in pairs.items():
         if leaf.kind == "scalar":
-            values[name] = _as_wanted(_leaves.scalar(name, leaf), want)
+            values[name] = _as_wanted(_leaves.scalar(leaf), want)
     if stored:
         if faults := _faults.of_files(place, manifest):
             raise _faults.damaged(place, faults)

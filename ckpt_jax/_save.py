@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from . import _arrays, _commit, _leaves, _manifest, _orbax, _processes, _snapshot, _storage, _tree
+from . import _arrays, _commit, _leaves, _manifest, _orbax, _processes, _snapshot, _storage, _tree, _values
 from ._manifest import File, Leaf, Manifest, Part
 from ._snapshot import Snapshot
 from .errors import CheckpointError, Fault, NotFound
@@ -87,7 +87,7 @@ def _step(target: _storage.Folder, step: int | None) -> int | None:
 
 def _pack_metadata(metadata: Any) -> Any:
     try:
-        return _manifest.pack(metadata)
+        return _values.pack(metadata)
     except TypeError as error:
         raise TypeError(f"metadata is plain data (dicts, lists, str, numbers, bytes): {error}") from error
     except RecursionError as error:

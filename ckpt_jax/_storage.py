@@ -201,10 +201,12 @@ class Folder:
             missing.append(at)
             at = os.path.dirname(at)
         for path in reversed(missing):
-            with contextlib.suppress(FileExistsError):  # Another process was first.
-                os.mkdir(path)
-            if not os.path.isdir(path):
-                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
+            while not os.path.isdir(path):  # Another process may be first, or take a new attempt for a leftover.
+                try:
+                    os.mkdir(path)
+                except FileExistsError as error:
+                    if os.path.lexists(path) and not os.path.isdir(path):
+                        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from error
             _fsync(os.path.dirname(path))
         for name in folders:
             os.makedirs(self._path(name), exist_ok=True)
@@ -345,7 +347,12 @@ class Folder:
             return _memory()
         # The cache holds OCDBT's tree nodes, which are otherwise read anew for each key.
         return ts.Context(
-            {"file_io_concurrency": {"limit": CONCURRENCY}, "cache_pool": {"total_bytes_limit": 64 << 20}}
+            {
+                "file_io_concurrency": {"limit": CONCURRENCY},
+                "cache_pool": {"total_bytes_limit": 64 << 20},
+                # Each process writes in a folder of its own; some file systems (NFS, Lustre) have no locks at all.
+                "file_io_locking": {"mode": "none"},
+            }
         )
 
 

@@ -5,7 +5,8 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
-from ._manifest import Node, unpack
+from ._manifest import Node
+from ._values import unpack
 from .errors import Fault
 
 ROOT = "<root>"  # The name of a leaf that is the whole tree.

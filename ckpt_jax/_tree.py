@@ -7,8 +7,9 @@ from typing import Any
 
 import jax
 
-from ._manifest import LEAF, Node, pack
+from ._manifest import LEAF, Node
 from ._structure import ROOT, join
+from ._values import pack
 from .errors import Fault, Unsupported
 
 NAME_BYTES = 60_000  # OCDBT keys end at 65,535 bytes, and a chunk's coordinates follow the name.

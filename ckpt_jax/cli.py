@@ -9,7 +9,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from . import _commit, _manifest, _storage
+from . import _commit, _manifest, _storage, _values
 from ._manifest import Leaf, Manifest
 from .errors import CheckpointError, Corrupt, NotFound
 
@@ -128,7 +128,7 @@ def show(
         return
     step = "" if manifest.step is None else f"step {manifest.step}, "
     print(f"{place}: {step}saved {_when(manifest.time)} by {manifest.writers} process{'es' * (manifest.writers > 1)}")
-    print(f"{len(manifest.leaves):,} leaves, {_manifest.human(manifest.nbytes)} in {len(manifest.files):,} files")
+    print(f"{len(manifest.leaves):,} leaves, {_values.human(manifest.nbytes)} in {len(manifest.files):,} files")
     if manifest.metadata is not None:
         print(f"metadata: {json.dumps(manifest.metadata)}")
     print()
@@ -194,7 +194,7 @@ def _spread(leaf: Leaf, manifest: Manifest) -> str:
 
 
 def _bytes(leaf: Leaf) -> str:
-    return _manifest.human(_manifest.nbytes(leaf)) if leaf.stored else ""
+    return _values.human(_manifest.nbytes(leaf)) if leaf.stored else ""
 
 
 def _chunk(leaf: Leaf) -> str:
@@ -225,7 +225,7 @@ def verify(
             if level is Level.chunks
             else "all files there"
         )
-        print(f"{report.path}: {read} ({_manifest.human(report.bytes)}, {report.seconds:.1f} s)")
+        print(f"{report.path}: {read} ({_values.human(report.bytes)}, {report.seconds:.1f} s)")
     else:
         print(f"{report.path}: damaged in {len(report.faults)} place{'s' * (len(report.faults) != 1)}:")
         for fault in report.faults:
@@ -298,7 +298,7 @@ def _when(seconds: float | None) -> str:
 
 
 def _size(size: float | None) -> str:
-    return "" if size is None else _manifest.human(size)
+    return "" if size is None else _values.human(size)
 
 
 def _count(number: int | None) -> str:

@@ -14,7 +14,7 @@ PACKAGE = Path(ckpt_jax.__file__).parent
 # From the ground up; a module imports only from those before it. The floors are those of docs/architecture.md.
 FLOORS = [
     ["errors"],
-    ["_chunks", "_manifest", "_structure", "_tree"],
+    ["_values", "_chunks", "_manifest", "_structure", "_tree"],
     ["_leaves", "_storage", "_processes"],
     ["_snapshot", "_arrays", "_orbax", "_place"],
     ["_commit", "_faults"],
@@ -24,7 +24,7 @@ FLOORS = [
 ]
 ORDER = [name for floor in FLOORS for name in floor]
 # These run beside a busy accelerator: they must not even import JAX.
-NO_JAX = ["errors", "_chunks", "_manifest", "_structure", "_storage", "_arrays", "_orbax", "_commit", "_faults"]
+NO_JAX = ["errors", "_values", "_chunks", "_manifest", "_structure", "_storage", "_arrays", "_orbax", "_commit", "_faults"]
 NO_JAX += ["_verify", "_retain", "_open", "_diff", "cli"]
 
 

@@ -1,6 +1,7 @@
 """The manifest: written, read back, merged; and what becomes of one that was written by a stranger."""
 
 import copy
+import faulthandler
 import functools
 import hashlib
 import json
@@ -300,9 +301,11 @@ def bounded(seconds: int = 20, extra: int = 1 << 30) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (size + extra, before[1]))
     old = signal.signal(signal.SIGALRM, stop)
     signal.alarm(seconds)
+    faulthandler.dump_traceback_later(6 * seconds, exit=True)  # A loop in C hears no alarm.
     try:
         yield
     finally:
+        faulthandler.cancel_dump_traceback_later()
         signal.alarm(0)
         signal.signal(signal.SIGALRM, old)
         resource.setrlimit(resource.RLIMIT_AS, before)

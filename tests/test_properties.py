@@ -22,7 +22,7 @@ from hypothesis.extra import numpy as hnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ckpt_jax as ck
-from ckpt_jax import _arrays, _chunks, _manifest, _open, _snapshot, _storage, _structure, _tree
+from ckpt_jax import _arrays, _chunks, _manifest, _open, _snapshot, _storage, _structure, _tree, _values
 from ckpt_jax._leaves import Encoded
 from ckpt_jax._manifest import Leaf, Part
 
@@ -211,6 +211,29 @@ def _hosted(leaf: Any) -> Any:
     """A leaf as it comes back without a target."""
     is_key = isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     return np.asarray(leaf) if isinstance(leaf, jax.Array) and not is_key else leaf
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec"),
+    [
+        ((8,), ("a",)),
+        ((8,), ("b",)),
+        ((0,), ("a",)),
+        ((8, 0), (None, "a")),
+        ((0, 4), ("a", "b")),
+        ((0,), ()),
+        ((8,), ()),
+    ],
+)
+def test_devices_that_hold_the_same_box_each_get_a_copy(shape: tuple[int, ...], spec: tuple[str | None, ...]) -> None:
+    """Some of the eight, all of them, or all because there is nothing to hold."""
+    sharding = NamedSharding(jax.make_mesh((4, 2), ("a", "b")), PartitionSpec(*spec))
+    array = jax.device_put(filled(shape, "float32", 1), sharding)
+    place = f"memory://{uuid.uuid4()}/1"
+    ck.save(place, {"x": array})
+    restored = ck.restore(place, {"x": jnp.zeros_like(array)})
+    same(restored, {"x": array})
+    assert restored["x"].sharding == sharding
 
 
 @given(data=st.data(), shape=shapes, cell=st.sampled_from([8, 64, 16 << 20]))
@@ -584,20 +607,20 @@ values = st.recursive(
 @example(value="\ud800")
 @example(value={(1, ("a", None)): {1.5: b""}})
 def test_any_plain_value_comes_back_from_json_as_it_was(value: Any) -> None:
-    packed = _manifest.pack(value)
+    packed = _values.pack(value)
     raw = msgspec.json.encode(packed)
-    assert _exactly(_manifest.unpack(msgspec.json.decode(raw))) == _exactly(value)
-    assert _exactly(_manifest.unpack(json.loads(raw))) == _exactly(value), "whoever decodes the JSON"
+    assert _exactly(_values.unpack(msgspec.json.decode(raw))) == _exactly(value)
+    assert _exactly(_values.unpack(json.loads(raw))) == _exactly(value), "whoever decodes the JSON"
 
 
 @given(value=values)
 @tries(60)
 def test_any_plain_value_comes_back_as_metadata(value: Any) -> None:
     manifest = _manifest.Manifest(
-        "ckpt_jax", (1, 0), leaves={}, tree=_manifest.Node("dict"), metadata=_manifest.pack(value)
+        "ckpt_jax", (1, 0), leaves={}, tree=_manifest.Node("dict"), metadata=_values.pack(value)
     )
     again = _manifest.loads(_manifest.dumps(manifest), "here")
-    assert _exactly(_manifest.unpack(again.metadata)) == _exactly(value)
+    assert _exactly(_values.unpack(again.metadata)) == _exactly(value)
 
 
 @given(value=atoms)

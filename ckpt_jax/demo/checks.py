@@ -7,7 +7,7 @@ from pathlib import Path
 
 import ckpt_jax
 
-from .._manifest import human
+from .._values import human
 from . import settings
 
 # Another mesh adds the same numbers in another order, so the losses drift apart by rounding: over ten steps by 7e-7 at

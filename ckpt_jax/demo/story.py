@@ -16,7 +16,7 @@ from rich.progress import Progress
 
 import ckpt_jax
 
-from .._manifest import human
+from .._values import human
 from . import checks, children, settings
 from .checks import Check, Step
 from .settings import Settings

@@ -1,0 +1,110 @@
+"""Values in JSON: Python values packed so that they come back exactly, and sizes in words (no JAX)."""
+
+import base64
+import math
+import struct
+from typing import Any
+
+_EXACT = 2**53  # JSON readers in other languages hold integers exactly up to here.
+
+
+def pack(value: Any) -> Any:
+    """A Python value as JSON that says exactly which value it was.
+
+    Raises:
+        TypeError: it holds something that is neither plain data nor an array of numbers.
+
+    >>> pack({"n": 2**70, "x": float("nan"), "b": b"hi"})
+    {'n': {'$int': '0x400000000000000000'}, 'x': {'$float': '7ff8000000000000'}, 'b': {'$bytes': 'aGk='}}
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    kind = type(value)
+    if kind is int:
+        return value if abs(value) < _EXACT else {"$int": hex(value)}
+    if kind is float:
+        return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
+    if kind is complex:
+        return {"$complex": [pack(value.real), pack(value.imag)]}
+    if kind is bytes:
+        return {"$bytes": base64.b64encode(value).decode()}
+    if kind is str:
+        return _pack_str(value)
+    if kind is list:
+        return [pack(v) for v in value]
+    if kind is tuple:
+        return {"$tuple": [pack(v) for v in value]}
+    if kind is dict:
+        if all(type(k) is str and not k.startswith("$") for k in value):
+            return {k: pack(v) for k, v in value.items()}
+        return {"$dict": [[pack(k), pack(v)] for k, v in value.items()]}
+    return _pack_array(value)
+
+
+def _pack_str(value: str) -> Any:
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # Lone surrogates, which no JSON in UTF-8 holds.
+        return {"$str": base64.b64encode(value.encode("utf-8", "surrogatepass")).decode()}
+    return value
+
+
+def _pack_array(value: Any) -> Any:
+    import numpy as np
+
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
+        little = np.ascontiguousarray(value).astype(value.dtype.newbyteorder("<"))
+        raw = base64.b64encode(little.tobytes()).decode()
+        return {"$array": [value.dtype.name, list(value.shape), raw], "$scalar": isinstance(value, np.generic)}
+    raise TypeError(f"{type(value).__module__}.{type(value).__qualname__} is not plain data: {value!r:.80}")
+
+
+def unpack(value: Any) -> Any:
+    """The inverse of `pack`.
+
+    Raises:
+        ValueError: it is nothing that `pack` writes.
+    """
+    if isinstance(value, list):
+        return [unpack(v) for v in value]
+    if not isinstance(value, dict):
+        return value
+    if not any(k.startswith("$") for k in value):
+        return {k: unpack(v) for k, v in value.items()}
+    try:
+        (tag, data), *_ = value.items()
+        if tag == "$array":
+            return _unpack_array(*data, scalar=value["$scalar"])
+        return _UNPACK[tag](data)
+    except (KeyError, TypeError, ValueError, struct.error) as error:
+        raise ValueError(f"not a packed value: {value!r:.80}") from error
+
+
+def _unpack_array(dtype: str, shape: list[int], raw: str, *, scalar: bool) -> Any:
+    import numpy as np
+
+    array = np.frombuffer(base64.b64decode(raw), np.dtype(dtype)).reshape(shape).copy()
+    return array[()] if scalar else array
+
+
+_UNPACK = {
+    "$int": lambda v: int(v, 16),
+    "$float": lambda v: struct.unpack(">d", bytes.fromhex(v))[0],
+    "$complex": lambda v: complex(unpack(v[0]), unpack(v[1])),
+    "$bytes": base64.b64decode,
+    "$str": lambda v: base64.b64decode(v).decode("utf-8", "surrogatepass"),
+    "$tuple": lambda v: tuple(unpack(x) for x in v),
+    "$dict": lambda v: {unpack(k): unpack(x) for k, x in v},
+}
+
+
+def human(size: float) -> str:
+    """A size in bytes for people.
+
+    >>> human(1_490_000_000)
+    '1.49 GB'
+    """
+    units = iter(("B", "kB", "MB", "GB", "TB", "PB"))
+    while (unit := next(units)) != "PB" and size >= 999.5:
+        size /= 1000
+    return f"{size:.3g} {unit}" if size < 999.5 else f"{size:,.0f} {unit}"
