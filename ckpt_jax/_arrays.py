@@ -36,9 +36,11 @@ _ZARR = frozenset(
 )
 
 
-def open_store(place: Folder) -> ts.KvStore:
+def open_store(place: Folder, *, new: bool = False) -> ts.KvStore:
     """The key space in a folder; one for a process to write, or the one that spans all."""
-    spec = {"driver": "ocdbt", "base": place.spec(), "config": _CONFIG, "target_data_file_size": DATA_FILE}
+    spec = {"driver": "ocdbt", "base": place.spec()}
+    if new:  # To a reader these would be demands, and a checkpoint made with others could not be read.
+        spec |= {"config": _CONFIG, "target_data_file_size": DATA_FILE}
     return ts.KvStore.open(spec, context=place.context()).result()
 
 
@@ -114,7 +116,7 @@ def write(
         head: whether to write every array's zarr.json too.
     """
     with failures(place):
-        return _write(_Window(open_store(place)), leaves, chunks, head=head)
+        return _write(_Window(open_store(place, new=True)), leaves, chunks, head=head)
 
 
 def _write(

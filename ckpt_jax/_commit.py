@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from . import _manifest
 from ._manifest import Manifest
 from ._storage import Folder
-from .errors import CheckpointError, Exists, Fault, NotFound
+from .errors import CheckpointError, Corrupt, Exists, Fault, NotFound
 
 TMP = ".orbax-checkpoint-tmp-"  # Orbax takes no folder for a checkpoint whose name holds this.
 BAD = "BAD.json"
@@ -43,7 +43,15 @@ def load(place: Folder) -> Manifest:
     data = place.read(_manifest.NAME)
     if data is None:
         raise _not_found(place)
-    return _manifest.loads(data, place.url)
+    manifest = _manifest.loads(data, place.url)
+    named = step_of(place.name)
+    if named is not None and manifest.step not in (None, named):
+        raise Corrupt(
+            f"{place} holds another step's manifest",
+            [Fault(_manifest.NAME, f"step {named}, as the folder's name says", f"step {manifest.step}")],
+            hint=f"if the folder was renamed, name it {manifest.step} again, or something that is no number",
+        )
+    return manifest
 
 
 def _not_found(place: Folder) -> NotFound:
@@ -288,12 +296,12 @@ def point(target: Folder, manifest: Manifest) -> None:
     """Writes the root's LATEST: a hint for people and tools, which `latest` never trusts."""
     if step_of(target.name) != manifest.step or manifest.step is None:
         return
-    old = target.parent.read(LATEST)
     try:
+        old = target.parent.read(LATEST)
         named = int(json.loads(old)["step"]) if old else -1
         if named > manifest.step and (target.parent / str(named)).exists():
             return
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError, OSError):
         pass  # Whatever it says, it is a hint, and is written anew.
     hint = json.dumps({"step": manifest.step, "seal": manifest.seal}).encode() + b"\n"
     with contextlib.suppress(OSError, ValueError):  # The checkpoint is committed; a full disk cannot undo that.

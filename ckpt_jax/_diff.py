@@ -128,7 +128,7 @@ def _compare(name: str, a: Leaf, b: Leaf, one: _open.Checkpoint, two: _open.Chec
 
 
 def _shown(leaf: Leaf) -> str:
-    return repr(_values.unpack(leaf.value))[:60]
+    return _values.shown(_values.unpack(leaf.value))[:60]
 
 
 def _blocks(a: _open.LazyArray, b: _open.LazyArray) -> Iterator[tuple[np.ndarray, np.ndarray]]:

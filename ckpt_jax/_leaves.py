@@ -142,7 +142,8 @@ def _dtype_name(dtype: np.dtype) -> str:
     if dtype.kind not in _KINDS or dtype.names or dtype.subdtype or dtype.type in _UNPORTABLE:
         raise _Refused(f"an array of dtype {dtype}")
     try:
-        if np.dtype(dtype.name) == (dtype if dtype.isnative else dtype.newbyteorder("=")):
+        native = dtype if dtype.isnative else dtype.newbyteorder("=")
+        if dtype.name in _manifest.ITEMSIZE and np.dtype(dtype.name) == native:
             return dtype.name  # Only then does the name bring it back.
     except TypeError:
         pass
@@ -203,6 +204,10 @@ def _encode_live(value: Any) -> Leaf:
         state = _values.pack(get_state(value))
     except TypeError as error:
         raise _Refused(f"a {type_name(value)} whose state is not plain data: {error}") from error
+    except RecursionError as error:
+        raise _Refused(f"a {type_name(value)} whose state holds itself") from error
+    if _values.too_deep(state):
+        raise _Refused(f"a {type_name(value)} whose state is nested too deep")
     if found := _ADDRESS.search(str(state)):
         raise _Refused(
             f"a {type_name(value)} whose state holds an object's address ({found[0]}), which no other process can match"

@@ -8,14 +8,15 @@ from typing import Any
 
 import msgspec
 
-from . import _chunks, _values
+from . import _chunks, _structure, _values
+from ._structure import LEAF, Node
 from .errors import Corrupt, Fault, Unsupported
 
 FORMAT = "ckpt_jax"
 MAJOR, MINOR = 1, 0
 NAME = "MANIFEST.json"
 DIGEST = 32  # Hex digits of one XXH3-128.
-LEAF = "*"  # Stands for a leaf in the tree.
+AXES = 64  # Of an array; NumPy has no more.
 
 _SEAL = re.compile(rb',"seal":"([0-9a-f]{64})"\}\n?\Z')
 _STATE = re.compile(r"state(\.[0-9a-f]+)?\Z")
@@ -32,20 +33,6 @@ ITEMSIZE = {
     "complex128": 16,
 }
 SCALARS = ("int", "float", "bool", "str", "bytes", "complex", "str_", "bytes_")
-
-
-class Node(msgspec.Struct, omit_defaults=True, gc=False):
-    """A container: a dict, list, tuple or None, or a registered node whose children are `named` or `unnamed`.
-
-    `keys` are a dict's keys or a node's child names, packed. `type` says what class it was;
-    nothing is imported to read it. `static` is a digest of an unnamed node's static part.
-    """
-
-    kind: str
-    children: "list[Node | str]" = []
-    keys: list[Any] = []
-    type: str = ""
-    static: str = ""
 
 
 class Leaf(msgspec.Struct, omit_defaults=True, gc=False):
@@ -194,8 +181,7 @@ def loads(data: bytes, place: str) -> Manifest:
         Corrupt: it is not whole, or says something that cannot be.
         Unsupported: a newer version of ckpt_jax wrote it.
     """
-    version = _version(data)
-    if version is not None and version[0] > MAJOR:
+    if (version := _version(data)) is not None and version[0] > MAJOR:
         raise Unsupported(
             f"{place} is written in format {version[0]}.{version[1]}; this version reads up to {MAJOR}.x",
             hint="pip install --upgrade ckpt_jax",
@@ -225,7 +211,7 @@ def _corrupt(place: str, expected: str, found: str) -> Corrupt:
 
 def _version(data: bytes) -> tuple[int, int] | None:
     """The format's version: at the very beginning, as we write it, or wherever another writer has put it."""
-    if found := re.match(rb'\{"format":"ckpt_jax","version":\[(\d{1,9}),(\d{1,9})\]', data):
+    if found := re.match(rb'\{"format":"ckpt_jax","version":\[(\d{1,99}),(\d{1,99})\]', data):
         return int(found[1]), int(found[2])
     try:
         document = msgspec.json.decode(data)
@@ -243,15 +229,18 @@ def _faults(manifest: Manifest) -> Iterator[Fault]:
         yield Fault("format", f"{FORMAT} from 1.0", f"{manifest.format!r:.80} {manifest.version}")
     if not _STATE.match(manifest.state):
         yield Fault("state", "state or state.<nonce>", f"{manifest.state!r:.80}")
-    if manifest.step is not None and manifest.step < 0:
+    if manifest.step is not None and not 0 <= manifest.step < 10**18:
         yield Fault("step", "a number of updates", str(manifest.step))
     for path, file in manifest.files.items():
         if not _inside(path) or file.bytes < 0:
             yield Fault(f"files: {path!r:.80}", "a path inside the folder, and its size", "another")
     yield from _leaf_faults(manifest)
-    _values.unpack(manifest.metadata)
-    if (leaves := sum(1 for _ in _walk(manifest.tree))) != len(manifest.leaves):
-        yield Fault("tree", f"{len(manifest.leaves)} leaves", str(leaves))
+    for value in (manifest.metadata, manifest.metrics):
+        _values.unpack(value)
+    inside = list(_structure.names(manifest.tree))
+    if inside != list(manifest.leaves):
+        odd = next((f"{a} and {b}" for a, b in zip(inside, manifest.leaves, strict=False) if a != b), "others")
+        yield Fault("tree", f"the names of {len(manifest.leaves)} leaves", f"{len(inside)}, among them {odd:.80}")
 
 
 def _leaf_faults(manifest: Manifest) -> Iterator[Fault]:
@@ -262,10 +251,12 @@ def _leaf_faults(manifest: Manifest) -> Iterator[Fault]:
             yield Fault(name, "one of the shardings", str(leaf.sharding))
         if not leaf.stored:
             yield from _value_faults(name, leaf)
-        elif leaf.dtype not in ITEMSIZE:
-            yield Fault(name, "a dtype", f"{leaf.dtype!r:.80}")
+        elif leaf.dtype not in ITEMSIZE or (leaf.kind == "key" and leaf.dtype != "uint32"):
+            yield Fault(name, "a dtype of numbers", f"{leaf.dtype!r:.80}")
         elif len(leaf.chunk) != len(leaf.shape) or min(leaf.shape, default=0) < 0 or min(leaf.chunk, default=1) < 1:
             yield Fault(name, "a chunk shape that fits the shape", f"chunk {leaf.chunk}, shape {leaf.shape}")
+        elif len(leaf.shape) > AXES or math.prod(max(1, n) for n in leaf.shape) >= 2**59:
+            yield Fault(name, "a shape that an array can have", f"{len(leaf.shape)} axes, {max(leaf.shape):,} at most")
         elif len(leaf.digests) != DIGEST * (chunks := leaf.chunks):
             yield Fault(name, f"{chunks} digests", f"{len(leaf.digests) / DIGEST:g}")
         elif leaf.kind == "key" and not leaf.shape:
@@ -310,6 +301,8 @@ def states(leaf: Leaf) -> list[Any] | None:
         ValueError: the record holds neither.
     """
     value = leaf.value
+    if _values.too_deep(value):
+        raise ValueError("one nested too deep")
     if not isinstance(value, dict) or len(value) != 1 or not ("global" in value or value.get("processes")):
         raise ValueError(f"{value!r:.80}")
     if "global" in value:
@@ -323,29 +316,6 @@ def states(leaf: Leaf) -> list[Any] | None:
 def _inside(path: str) -> bool:
     parts = path.split("/")
     return "\\" not in path and "\0" not in path and all(part not in ("", ".", "..") for part in parts)
-
-
-def _walk(tree: Node | str) -> Iterator[str]:
-    """The leaves of a structure, and a check on its nodes."""
-    if isinstance(tree, str):
-        if tree != LEAF:
-            raise ValueError(f"{tree!r:.20} is no node of a tree")
-        yield tree
-        return
-    if tree.kind not in ("dict", "list", "tuple", "none", "named", "unnamed"):
-        raise ValueError(f"{tree.kind!r:.20} is no kind of node")
-    if tree.kind in ("dict", "named"):
-        keys = [_values.unpack(key) for key in tree.keys]
-        if len(keys) != len(tree.children) or not all(map(_is_key, keys)) or len(set(keys)) != len(keys):
-            raise ValueError(f"a {tree.kind} with {len(tree.keys)} keys and {len(tree.children)} children")
-    if tree.kind == "none" and tree.children:
-        raise ValueError("None with children")
-    for child in tree.children:
-        yield from _walk(child)
-
-
-def _is_key(key: Any) -> bool:
-    return all(map(_is_key, key)) if type(key) is tuple else key is None or type(key) in (str, int, bool)
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------

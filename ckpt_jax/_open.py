@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from . import _arrays, _chunks, _commit, _faults, _manifest, _storage, _structure, _values
-from ._manifest import Leaf, Manifest, Node
+from ._manifest import Leaf, Manifest
+from ._structure import Node
 
 
 def open(path: _storage.PathLike) -> "Checkpoint":
@@ -162,6 +163,8 @@ class Checkpoint(Mapping[str, LazyArray]):
     def _read(self, name: str, leaf: Leaf, index: Any) -> Any:
         box, rest = basic_index(index, leaf.shape, name)
         if self._store is None:
+            if self._place.local and (faults := _faults.of_files(self._place, self.manifest)):
+                raise _faults.damaged(self._place, faults)  # Or an array might be larger than what could fill it.
             self._store = _arrays.open_store(self._place / self.manifest.state)
         values = np.empty(_chunks.extent(box), leaf.dtype)
         requests = _arrays.wanted(name, leaf, _chunks.covering(box, leaf.chunk))
@@ -193,10 +196,11 @@ class Checkpoint(Mapping[str, LazyArray]):
 def basic_index(index: Any, shape: tuple[int, ...], name: str) -> tuple[_chunks.Box, tuple[Any, ...]]:
     """The box that a basic index needs, and the index into that box that gives the same values."""
     entries = index if isinstance(index, tuple) else (index,)
-    if sum(entry is Ellipsis for entry in entries) > 1:
+    dots = [at for at, entry in enumerate(entries) if entry is Ellipsis]
+    if len(dots) > 1:
         raise IndexError(f"{name}: an index has one ellipsis at most")
-    if Ellipsis in entries:
-        at = entries.index(Ellipsis)
+    if dots:
+        (at,) = dots
         fill = len(shape) - (len(entries) - 1)
         entries = entries[:at] + (slice(None),) * fill + entries[at + 1 :]
     if len(entries) > len(shape):
@@ -206,10 +210,10 @@ def basic_index(index: Any, shape: tuple[int, ...], name: str) -> tuple[_chunks.
     for axis, (entry, n) in enumerate(zip(entries, shape, strict=True)):
         if isinstance(entry, slice):
             picked = range(n)[entry]
-            low, high = (min(picked), max(picked) + 1) if picked else (0, 0)
+            low, high = (min(picked[0], picked[-1]), max(picked[0], picked[-1]) + 1) if picked else (0, 0)
             box.append((low, high))
             rest.append(slice(None, None, picked.step) if picked else slice(0, 0))
-        elif hasattr(entry, "__index__") and not isinstance(entry, bool):
+        elif hasattr(entry, "__index__") and not isinstance(entry, bool) and not getattr(entry, "ndim", 0):
             at = entry.__index__()
             if not -n <= at < n:
                 raise IndexError(f"{name}: index {at} is out of range for axis {axis} of {n}")
@@ -217,7 +221,7 @@ def basic_index(index: Any, shape: tuple[int, ...], name: str) -> tuple[_chunks.
             rest.append(0)
         else:
             raise IndexError(f"{name}: an index is made of integers, slices and `...`, not {entry!r}")
-    return tuple(box), tuple(rest)
+    return tuple(box), (*rest, ...) if dots else tuple(rest)  # As in NumPy, `...` gives an array, never a scalar.
 
 
 # --- for notebooks ----------------------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from ._manifest import Leaf, Manifest, Node
-from ._structure import ROOT, join, keys_of, part
+from ._manifest import Leaf, Manifest
+from ._structure import ROOT, Node, join, keys_of, part
 
 ARRAYS = "state"
 # The one handler with which every reader of Orbax's that we tried takes an item called `state`.

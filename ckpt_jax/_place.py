@@ -109,7 +109,7 @@ def _on_devices(pieces: dict[Box, np.ndarray], want: Target, dtype: str, shape: 
         pieces = {box: converted(piece, dtype) for box, piece in pieces.items()}
     if _put is None:
         return _public([pieces[box] for box in boxes], devices, sharding, want, shape)
-    if 1 < len(pieces) < len(boxes):
+    if len(pieces) < len(boxes) and not sharding.is_fully_replicated:
         # One call for each device: handed the same memory for some of them, jaxlib 0.10.2 raises `bad_function_call`.
         homes = [
             _destination(device, _chunks.extent(box), dtype, weak=False)

@@ -11,7 +11,20 @@ import jax
 import msgspec
 import numpy as np
 
-from . import _arrays, _chunks, _commit, _faults, _leaves, _manifest, _place, _processes, _storage, _structure, _tree
+from . import (
+    _arrays,
+    _chunks,
+    _commit,
+    _faults,
+    _leaves,
+    _manifest,
+    _place,
+    _processes,
+    _storage,
+    _structure,
+    _tree,
+    _values,
+)
 from ._leaves import Target
 from ._manifest import Leaf, Manifest
 from .errors import Fault, Mismatch, Unsupported
@@ -221,7 +234,9 @@ def _scalar_fits(leaf: Leaf, want: Target, fault: Callable[..., Fault], *, cast:
         exact = False
     if exact:
         return None
-    return None if cast and _castable(value, want.dtype) else fault(f"{want.dtype} does not hold {value!r}")
+    return (
+        None if cast and _castable(value, want.dtype) else fault(f"{want.dtype} does not hold {_values.shown(value)}")
+    )
 
 
 def _live_fits(name: str, leaf: Leaf) -> Fault | None:
@@ -376,9 +391,9 @@ def _read(place: _storage.Folder, manifest: Manifest, pairs: dict[str, tuple[Lea
     for name, (leaf, want) in pairs.items():
         if leaf.kind == "scalar":
             values[name] = _as_wanted(_leaves.scalar(leaf), want)
+    if faults := _faults.of_files(place, manifest):
+        raise _faults.damaged(place, faults)
     if stored:
-        if faults := _faults.of_files(place, manifest):
-            raise _faults.damaged(place, faults)
         values |= _read_arrays(place, manifest, stored)
     return {name: _leaves.decode_registered(value, *pairs[name]) for name, value in values.items()}
 

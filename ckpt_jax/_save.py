@@ -87,11 +87,14 @@ def _step(target: _storage.Folder, step: int | None) -> int | None:
 
 def _pack_metadata(metadata: Any) -> Any:
     try:
-        return _values.pack(metadata)
+        packed = _values.pack(metadata)
     except TypeError as error:
         raise TypeError(f"metadata is plain data (dicts, lists, str, numbers, bytes): {error}") from error
     except RecursionError as error:
         raise ValueError("metadata holds itself, or is nested too deep") from error
+    if _values.too_deep(packed):
+        raise ValueError("metadata is nested too deep")
+    return packed
 
 
 def write(

@@ -114,12 +114,13 @@ def _layout(array: Any, everyone: Sequence[int] | None, processes: int) -> _Layo
         here = {_chunks.box(shard.index, shape): i for i, shard in reversed(list(enumerate(array.addressable_shards)))}
         asynchronous = any(device.platform != "cpu" for device in array.sharding.addressable_devices)
     holders: dict[Box, Sequence[int]] = dict.fromkeys(here, everyone or (0,))
+    found: dict[Box, set[int]] = {}
     if everyone is None and processes > 1 and not isinstance(array, np.ndarray):
-        found: dict[Box, set[int]] = {}
         for device, index in array.sharding.devices_indices_map(shape).items():
             found.setdefault(_chunks.box(index, shape), set()).add(device.process_index)
         holders = {box: sorted(found[box]) for box in here}
-    writers = max(map(len, holders.values()), default=1)
+    # Over all boxes, not just those here: every process must find the same grid.
+    writers = max(map(len, found.values())) if found else len(everyone or (0,))
     chunk = _chunks.grid(shape, shard, array.dtype.itemsize, writers)
     counts = _chunks.counts(shape, chunk)
     boxes = []

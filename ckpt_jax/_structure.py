@@ -5,13 +5,31 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
-from ._manifest import Node
-from ._values import unpack
+import msgspec
+
+from ._values import DEPTH, shown, unpack
 from .errors import Fault
 
 ROOT = "<root>"  # The name of a leaf that is the whole tree.
 
+LEAF = "*"  # Stands for a leaf.
+
+_NODES = ("dict", "list", "tuple", "none", "named", "unnamed")
 _ESCAPED = re.compile(r"[./%\x00-\x1f\x7f\ud800-\udfff]")
+
+
+class Node(msgspec.Struct, omit_defaults=True, gc=False):
+    """A container: a dict, list, tuple or None, or a registered node whose children are `named` or `unnamed`.
+
+    `keys` are a dict's keys or a node's child names, packed. `type` says what class it was;
+    nothing is imported to read it. `static` is a digest of an unnamed node's static part.
+    """
+
+    kind: str
+    children: "list[Node | str]" = []
+    keys: list[Any] = []
+    type: str = ""
+    static: str = ""
 
 
 def escape(entry: str) -> str:
@@ -139,3 +157,48 @@ def says(node: Node | str) -> str:
     if node.kind == "dict":
         return f"a {kind} with {type(keys_of(node)[0]).__name__} keys"
     return f"a {kind} of {len(node.children)}" + (f" (static part {node.static[:6]})" if node.static else "")
+
+
+# --- trust ------------------------------------------------------------------------------------------------------------
+
+
+def names(tree: Node | str) -> Iterator[str]:
+    """The names of a structure's leaves, in order.
+
+    Raises:
+        ValueError: it is no structure that a tree can have.
+    """
+
+    def walk(node: Node | str, name: str, depth: int) -> Iterator[str]:
+        if isinstance(node, str):
+            if node != LEAF:
+                raise ValueError(f"{node!r:.20} is no node of a tree")
+            yield name or ROOT
+            return
+        if depth > DEPTH:
+            raise ValueError(f"more than {DEPTH} levels")
+        if node.kind not in _NODES or (node.kind == "none" and node.children):
+            raise ValueError(f"{node.kind!r:.20} is no kind of node")
+        if len(node.keys) != (len(node.children) if node.kind in ("dict", "named") else 0):
+            raise ValueError(f"a {node.kind} with {len(node.keys)} keys and {len(node.children)} children")
+        parts = [_checked_part(key) for key in keys_of(node)]
+        if len(set(parts)) != len(parts):
+            raise ValueError(f"a {node.kind} with a key twice")
+        for entry, child in zip(parts, node.children, strict=True):
+            if child == LEAF:
+                yield below(name, entry)
+            else:
+                yield from walk(child, below(name, entry), depth + 1)
+
+    yield from walk(tree, "", 0)
+
+
+def _checked_part(key: Any) -> str:
+    if not is_key(key):
+        raise ValueError(f"{shown(key)} is no key")
+    return part(key)
+
+
+def is_key(key: Any) -> bool:
+    """Whether a dict's key can be saved: str, int, bool, None, or a tuple of such."""
+    return all(map(is_key, key)) if type(key) is tuple else key is None or type(key) in (str, int, bool)

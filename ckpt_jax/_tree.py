@@ -7,9 +7,8 @@ from typing import Any
 
 import jax
 
-from ._manifest import LEAF, Node
-from ._structure import ROOT, join
-from ._values import pack
+from ._structure import LEAF, ROOT, Node, is_key, join
+from ._values import DEPTH, pack
 from .errors import Fault, Unsupported
 
 NAME_BYTES = 60_000  # OCDBT keys end at 65,535 bytes, and a chunk's coordinates follow the name.
@@ -42,7 +41,9 @@ def flatten(tree: Any) -> Flat:
     leaves: dict[str, Any] = {}
     faults: list[Fault] = []
 
-    def walk(node: Any, name: str) -> Node | str:
+    def walk(node: Any, name: str, depth: int) -> Node | str:
+        if depth > DEPTH:
+            raise RecursionError
         try:
             level = _one_level(node)
         except ValueError as error:  # Keys that do not compare: JAX has no order for them.
@@ -60,31 +61,26 @@ def flatten(tree: Any) -> Flat:
             return LEAF
         entries, static = level
         kind, keys, children = _describe(node, entries)
-        if bad := [k for k in keys if not _is_key(k)]:
+        if bad := [k for k in keys if not is_key(k)]:
             faults.append(Fault(name or ROOT, "keys of str, int, bool, None, or tuples of them", repr(bad[0])[:80]))
         return Node(
             kind,
-            [walk(child, join(name, key)) for key, child in zip(keys, children, strict=True)],
+            [walk(child, join(name, key), depth + 1) for key, child in zip(keys, children, strict=True)],
             list(map(pack, keys)) if kind in ("dict", "named") and not bad else [],
             "" if type(node) in _PLAIN else f"{type(node).__module__}.{type(node).__qualname__}",
             _static_digest(static) if kind == "unnamed" else "",
         )
 
     try:
-        structure = walk(tree, "")
+        structure = walk(tree, "", 0)
         if not faults:
             return Flat(leaves, structure, tree)
     except RecursionError:
-        faults.append(Fault(ROOT, "a tree of fewer than some hundred levels", "a deeper one, or one that holds itself"))
+        faults.append(Fault(ROOT, f"a tree of at most {DEPTH} levels", "a deeper one, or one that holds itself"))
     raise Unsupported("this tree cannot be saved", faults, hint="dicts with str or int keys always can")
 
 
 _PLAIN = (dict, list, tuple, type(None))
-_KEYS = (str, int, bool, type(None))
-
-
-def _is_key(key: Any) -> bool:
-    return all(map(_is_key, key)) if type(key) is tuple else type(key) in _KEYS
 
 
 def _describe(node: Any, entries: Any) -> tuple[str, list[Any], list[Any]]:

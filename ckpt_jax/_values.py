@@ -5,6 +5,7 @@ import math
 import struct
 from typing import Any
 
+DEPTH = 250  # Levels of a tree or a value: what Python can walk, wherever it is called from.
 _EXACT = 2**53  # JSON readers in other languages hold integers exactly up to here.
 
 
@@ -76,23 +77,27 @@ def unpack(value: Any) -> Any:
         if tag == "$array":
             return _unpack_array(*data, scalar=value["$scalar"])
         return _UNPACK[tag](data)
-    except (KeyError, TypeError, ValueError, struct.error) as error:
-        raise ValueError(f"not a packed value: {value!r:.80}") from error
+    except (LookupError, TypeError, ValueError, OverflowError, MemoryError, struct.error) as error:
+        raise ValueError(f"not a packed value: {shown(value)}") from error
 
 
 def _unpack_array(dtype: str, shape: list[int], raw: str, *, scalar: bool) -> Any:
     import numpy as np
 
-    array = np.frombuffer(base64.b64decode(raw), np.dtype(dtype)).reshape(shape).copy()
+    array = np.frombuffer(_from_base64(raw), np.dtype(dtype)).reshape(shape).copy()
     return array[()] if scalar else array
+
+
+def _from_base64(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
 
 
 _UNPACK = {
     "$int": lambda v: int(v, 16),
     "$float": lambda v: struct.unpack(">d", bytes.fromhex(v))[0],
     "$complex": lambda v: complex(unpack(v[0]), unpack(v[1])),
-    "$bytes": base64.b64decode,
-    "$str": lambda v: base64.b64decode(v).decode("utf-8", "surrogatepass"),
+    "$bytes": _from_base64,
+    "$str": lambda v: _from_base64(v).decode("utf-8", "surrogatepass"),
     "$tuple": lambda v: tuple(unpack(x) for x in v),
     "$dict": lambda v: {unpack(k): unpack(x) for k, x in v},
 }
@@ -108,3 +113,25 @@ def human(size: float) -> str:
     while (unit := next(units)) != "PB" and size >= 999.5:
         size /= 1000
     return f"{size:.3g} {unit}" if size < 999.5 else f"{size:,.0f} {unit}"
+
+
+def shown(value: Any) -> str:
+    """A value for people, in some 80 characters."""
+    try:
+        return f"{value!r:.80}"
+    except ValueError:  # Python writes no int of more than 4,300 digits.
+        return f"a {type(value).__name__} of very many digits"
+
+
+def too_deep(value: Any) -> bool:
+    """Whether a packed value has more levels than can be walked."""
+    level = [value]
+    for _ in range(DEPTH):
+        level = [
+            child
+            for node in level
+            for child in (node if isinstance(node, list) else node.values() if isinstance(node, dict) else ())
+        ]
+        if not level:
+            return False
+    return True

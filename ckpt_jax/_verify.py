@@ -84,7 +84,7 @@ def progress(path: _storage.PathLike, level: Level = "chunks") -> Iterator[tuple
             place.url, level, error.faults or (Fault("MANIFEST.json", "a manifest", error.summary),), 0, 0, 0.0
         )
         return
-    faults = [*_name_faults(place, manifest), *_faults.of_files(place, manifest)]
+    faults = _faults.of_files(place, manifest)
     chunks = done = 0
     if level == "chunks":
         faults += _sidecar_faults(place, manifest, {fault.place for fault in faults})
@@ -114,12 +114,6 @@ def still_there(place: _storage.Folder, manifest: Manifest) -> None:
     """Raises NotFound where the checkpoint was deleted or replaced meanwhile: then its chunks prove nothing."""
     if (error := _faults.vanished(place, manifest)) is not None:
         raise error
-
-
-def _name_faults(place: _storage.Folder, manifest: Manifest) -> Iterator[Fault]:
-    named = _commit.step_of(place.name)
-    if named is not None and manifest.step is not None and named != manifest.step:
-        yield Fault("MANIFEST.json", f"step {named}, as the folder's name says", f"step {manifest.step}")
 
 
 def _sidecar_faults(place: _storage.Folder, manifest: Manifest, known: set[str]) -> Iterator[Fault]:

@@ -14,7 +14,7 @@ PACKAGE = Path(ckpt_jax.__file__).parent
 # From the ground up; a module imports only from those before it. The floors are those of docs/architecture.md.
 FLOORS = [
     ["errors"],
-    ["_values", "_chunks", "_manifest", "_structure", "_tree"],
+    ["_values", "_chunks", "_structure", "_manifest", "_tree"],
     ["_leaves", "_storage", "_processes"],
     ["_snapshot", "_arrays", "_orbax", "_place"],
     ["_commit", "_faults"],
@@ -24,7 +24,18 @@ FLOORS = [
 ]
 ORDER = [name for floor in FLOORS for name in floor]
 # These run beside a busy accelerator: they must not even import JAX.
-NO_JAX = ["errors", "_values", "_chunks", "_manifest", "_structure", "_storage", "_arrays", "_orbax", "_commit", "_faults"]
+NO_JAX = [
+    "errors",
+    "_values",
+    "_chunks",
+    "_manifest",
+    "_structure",
+    "_storage",
+    "_arrays",
+    "_orbax",
+    "_commit",
+    "_faults",
+]
 NO_JAX += ["_verify", "_retain", "_open", "_diff", "cli"]
 
 
@@ -69,13 +80,13 @@ def test_modules_that_run_beside_a_busy_accelerator_do_not_import_jax(module):
 
 
 def test_importing_the_package_imports_nothing_heavy():
-    heavy = "jax numpy tensorstore msgspec typer rich flax optax grain orbax".split()
+    heavy = ["jax", "numpy", "tensorstore", "msgspec", "typer", "rich", "flax", "optax", "grain", "orbax"]
     code = f"import sys, ckpt_jax; print([m for m in {heavy} if m in sys.modules])"
     assert run(code) == "[]\n"
 
 
 def test_listing_a_root_imports_no_array_library():
-    heavy = "jax numpy tensorstore rich.progress".split()
+    heavy = ["jax", "numpy", "tensorstore", "rich.progress"]
     code = f"import sys, ckpt_jax; ckpt_jax.steps('/nowhere'); print([m for m in {heavy} if m in sys.modules])"
     assert run(code) == "[]\n"
 
