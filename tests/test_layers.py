@@ -36,7 +36,7 @@ NO_JAX = [
     "_commit",
     "_faults",
 ]
-NO_JAX += ["_verify", "_retain", "_open", "_diff", "cli"]
+NO_JAX += ["_faults", "_verify", "_retain", "_open", "_diff", "cli"]
 
 
 def modules() -> list[str]:
