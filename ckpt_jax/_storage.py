@@ -35,13 +35,18 @@ def failures(place: "Folder") -> Iterator[None]:
         raise os_error(error, place) from error
 
 
+# What older TensorStores make of the errors of a file system, whose numbers they do not tell.
+_STATUS = {"RESOURCE_EXHAUSTED": errno.ENOSPC, "OUT_OF_RANGE": errno.EFBIG, "PERMISSION_DENIED": errno.EACCES}
+
+
 def os_error(error: Exception, place: "Folder") -> OSError:
     """An error of TensorStore's as what it is: a full disk is ENOSPC."""
     if isinstance(error, OSError):
         return error
     text = str(error).partition(" [")[0]
     code = re.search(r"os_error_code='(\d+)'", str(error))
-    number = int(code[1]) if code else errno.EACCES if text.startswith("PERMISSION_DENIED") else errno.EIO
+    status = _STATUS.get(text.partition(":")[0], errno.EIO) if place.local else errno.EIO
+    number = int(code[1]) if code else status
     return OSError(number, f"{os.strerror(number)} ({text[:300]})", place.url)
 
 
