@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from . import _open, _storage, _structure, _values
+from . import _faults, _open, _storage, _structure, _values
 from ._manifest import Leaf
 
 
@@ -58,7 +58,7 @@ class Diff:
 
     def __str__(self) -> str:
         if self.equal:
-            return f"{self.a} and {self.b} hold the same: {self.same:,} leaves, bit for bit"
+            return f"{self.a} and {self.b} hold the same: {self.same:,} leaves, by their digests"
         places = f"{len(self.changes):,} place{'s' * (len(self.changes) != 1)}"
         same = f"{self.same:,} lea{'ves are' if self.same != 1 else 'f is'} the same"
         head = f"{self.a} (a) and {self.b} (b) differ in {places}; {same}:"
@@ -68,7 +68,8 @@ class Diff:
 def diff(a: _storage.PathLike, b: _storage.PathLike) -> Diff:
     """Compares two checkpoints: structure, shapes, dtypes and values, bit for bit; starts no device.
 
-    Values are compared by their digests; arrays are read only where the two are cut into other chunks.
+    Values are compared by the digests that were taken when they were saved; arrays are read only where the two are
+    cut into other chunks. Whether the bytes on disk still have those digests is what `verify` tells.
 
     Raises:
         NotFound: one of the two is not there.
@@ -89,6 +90,10 @@ def diff(a: _storage.PathLike, b: _storage.PathLike) -> Diff:
 def progress(a: _storage.PathLike, b: _storage.PathLike) -> Iterator[tuple[int, int] | Diff]:
     """As `diff`, step by step: (leaves compared, leaves in all), and the result at the end."""
     one, two = _open.open(a), _open.open(b)
+    for checkpoint in (one, two):  # What is not there cannot be the same.
+        place = _storage.folder(checkpoint.path)
+        if faults := _faults.of_files(place, checkpoint.manifest):
+            raise _faults.damaged(place, faults)
     ours, theirs = one.manifest.leaves, two.manifest.leaves
     changes = [Change(n, "only in a", a=str(ours[n])) for n in ours if n not in theirs]
     changes += [Change(n, "only in b", b=str(theirs[n])) for n in theirs if n not in ours]

@@ -3,7 +3,7 @@
 import contextlib
 import fnmatch
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -76,11 +76,10 @@ def restore(
     >>> ck.restore("memory://docs/restore")
     {'w': array([0., 1., 2., 3.], dtype=float32)}
     """
-    _check_arguments(on_missing, on_extra)
+    _check_arguments(on_missing, on_extra, sharding, cast)
     place = _storage.folder(path)
     manifest = _commit.load(place)
-    wanted = matcher(only)
-    _check_only(only, place, manifest, like)
+    wanted = _check_only(only, place, manifest, like)
     if like is None:
         return _without_target(place, manifest, sharding, wanted)
     flat = _tree.flatten(like)
@@ -99,22 +98,28 @@ def restore(
         raise Mismatch(
             f"{place} does not fit `like` in {places}",
             faults,
-            hint=f"`ckpt-jax show {place}` lists what was saved",
+            hint=f"`only=`, `on_missing=`, `on_extra=` restore a part; `ckpt-jax show {place}` lists what was saved",
         )
     values = kept | _read(place, manifest, pairs)
     _set_live(pairs, values)
     return flat.unflatten(values)
 
 
-def _check_arguments(on_missing: str, on_extra: str) -> None:
+def _check_arguments(on_missing: str, on_extra: str, sharding: Any, cast: Any) -> None:
+    if not isinstance(cast, bool):
+        raise TypeError(f"cast is True or False (the dtypes are those of `like`), not {cast!r}")
+    if isinstance(sharding, jax.sharding.Mesh):
+        raise TypeError("sharding is a jax.sharding.Sharding, such as NamedSharding(mesh, spec), not a mesh")
     if on_missing not in ("error", "keep"):
         raise ValueError(f'on_missing is "error" or "keep", not {on_missing!r}')
     if on_extra not in ("error", "ignore"):
         raise ValueError(f'on_extra is "error" or "ignore", not {on_extra!r}')
 
 
-def matcher(only: str | Sequence[str] | None) -> Callable[[str], bool]:
+def matcher(only: str | Sequence[str] | None, names: Collection[str] = ()) -> Callable[[str], bool]:
     """Whether a leaf's name is among those asked for: a glob takes what it names, and all below.
+
+    Where a pattern is itself one of the `names`, or what they begin with, it stands for that alone.
 
     >>> asked = matcher("params.*.kernel")
     >>> asked("params.0.kernel"), asked("params.0.bias")
@@ -122,23 +127,35 @@ def matcher(only: str | Sequence[str] | None) -> Callable[[str], bool]:
     """
     if only is None:
         return lambda name: True
-    patterns = [only] if isinstance(only, str) else list(only)
+    patterns = [only] if isinstance(only, str) else list(only) if isinstance(only, Collection) else [only]
     if not all(isinstance(pattern, str) for pattern in patterns):
         raise TypeError(f"only is a glob or a list of them, not {only!r}")
-    return lambda name: any(fnmatch.fnmatchcase(name, p) or fnmatch.fnmatchcase(name, p + ".*") for p in patterns)
+
+    def below(name: str, pattern: str) -> bool:
+        return name == pattern or name.startswith(f"{pattern}.")
+
+    literal = {pattern for pattern in patterns if any(below(name, pattern) for name in names)}
+    return lambda name: any(
+        below(name, p) if p in literal else fnmatch.fnmatchcase(name, p) or fnmatch.fnmatchcase(name, f"{p}.*")
+        for p in patterns
+    )
 
 
-def _check_only(only: str | Sequence[str] | None, place: _storage.Folder, manifest: Manifest, like: Any) -> None:
-    """A glob that names nothing is a slip of the pen, and must not end in a restore of nothing."""
+def _check_only(
+    only: str | Sequence[str] | None, place: _storage.Folder, manifest: Manifest, like: Any
+) -> Callable[[str], bool]:
+    """Whether a name is asked for. A glob that names nothing is a slip of the pen: no restore of nothing for it."""
+    matcher(only)  # Refuses what is no glob.
     patterns = [only] if isinstance(only, str) else list(only or ())
     names = manifest.leaves.keys() | (_tree.flatten(like).leaves.keys() if patterns and like is not None else set())
-    idle = [pattern for pattern in patterns if not any(map(matcher(pattern), names))]
+    idle = [pattern for pattern in patterns if not any(map(matcher(pattern, names), names))]
     if idle:
         raise Mismatch(
             f"{place} has no leaf that `only` names",
-            [Fault(pattern, "a leaf of this name", "none") for pattern in idle],
+            [Fault(repr(pattern), "a leaf of this name", "none") for pattern in idle],
             hint=f"`ckpt-jax show {place}` lists what was saved",
         )
+    return matcher(only, names)
 
 
 # --- what fits what ---------------------------------------------------------------------------------------------------

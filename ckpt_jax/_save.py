@@ -52,6 +52,8 @@ def save(
     """
     started = time.perf_counter()
     target = _storage.folder(path)
+    if not isinstance(overwrite, bool):
+        raise TypeError(f"overwrite is True or False, not {overwrite!r}")
     step = _step(target, step)
     packed = _pack_metadata(metadata)
     flat = _tree.flatten(tree)

@@ -368,6 +368,8 @@ def folder(path: PathLike) -> Folder:
         TypeError: the path is no str or os.PathLike.
         Unsupported: it is a URL of a kind that nothing here can read.
     """
+    if path is None:
+        raise TypeError("the path is None, as ckpt_jax.latest returns where there is no checkpoint")
     text = os.fspath(path)
     if not isinstance(text, str):
         raise TypeError(f"a path is a str or os.PathLike of one, not {type(path).__name__}")

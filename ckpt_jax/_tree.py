@@ -24,8 +24,10 @@ class Flat:
 
     def unflatten(self, values: dict[str, Any]) -> Any:
         """A tree like the one taken apart, with other leaves."""
-        # `is_leaf`: JAX warns of iterators in a tree, and grain's are such; they are leaves here.
-        treedef = jax.tree.structure(self.tree, is_leaf=lambda node: _one_level(node) is None)
+        # JAX warns of iterators in a tree unless told that they are leaves, and grain's are such.
+        iterators = any(hasattr(type(leaf), "__next__") for leaf in self.leaves.values())
+        is_leaf = (lambda node: _one_level(node) is None) if iterators else None
+        treedef = jax.tree.structure(self.tree, is_leaf=is_leaf)
         return jax.tree.unflatten(treedef, [values[name] for name in self.leaves])
 
 

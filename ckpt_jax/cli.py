@@ -55,14 +55,20 @@ def ls(root: Annotated[str, typer.Argument(help="A folder of checkpoints.")], as
     place = _storage.folder(root)
     names = [name for name in _in_order(place.entries()) if _commit.TMP in name or _is_step(name)]
     rows = [row for name in names if (row := _row(place / name)) is not None]
-    if as_json:
-        _print_json({"root": place.url, "checkpoints": rows})
-        return
     if not rows:
         raise NotFound(
             f"there are no checkpoints in {place}" if place.exists() else f"there is nothing at {place}",
             hint=f"`ckpt-jax show {place}` shows it" if place.read(_manifest.NAME) else "",
         )
+    if as_json:
+        _print_json({"root": place.url, "checkpoints": rows})
+    else:
+        _print_rows(rows)
+    if any(row["state"].startswith(("damaged", "marked")) for row in rows):
+        raise typer.Exit(DIFFERS)
+
+
+def _print_rows(rows: list[dict[str, Any]]) -> None:
     _table(
         ["step", "saved", "leaves", "size", "state"],
         [(str(r["name"]), _when(r["time"]), _count(r["leaves"]), _size(r["bytes"]), r["state"]) for r in rows],

@@ -58,7 +58,7 @@ def test_ls(runs):
 def test_ls_says_what_is_damaged(runs):
     (runs / "100/commit_success.txt").unlink()
     (runs / "200/MANIFEST.json").write_text("{}")
-    first, second = as_json("ls", runs)["checkpoints"]
+    first, second = as_json("ls", runs, code=1)["checkpoints"]
     assert first["state"] == "damaged: commit_success.txt: expected 21 bytes, found no such file"
     assert second["state"].startswith("damaged: MANIFEST.json")
 
@@ -90,9 +90,20 @@ def test_diff(runs):
     out = run("diff", runs / "100", runs / "200", code=1).stdout.splitlines()
     assert out[0] == f"{runs}/100 (a) and {runs}/200 (b) differ in 1 place; 2 leaves are the same:"
     assert out[1] == "  w: values differ: 1 of 1,000 elements, by at most 1"
-    assert "hold the same: 3 leaves, bit for bit" in run("diff", runs / "100", runs / "100").stdout
+    assert "hold the same: 3 leaves, by their digests" in run("diff", runs / "100", runs / "100").stdout
     found = as_json("diff", runs / "100", runs / "200", code=1)
     assert (found["equal"], found["same"], found["changes"][0]["name"]) == (False, 2, "w")
+
+
+def test_diff_of_a_damaged_checkpoint_says_so(runs):
+    """What is not there cannot be the same."""
+    for file in (runs / "100/state/ocdbt.process_0/d").iterdir():
+        file.unlink()
+    assert "is damaged in" in run("diff", runs / "100", runs / "100", code=1).stderr
+
+
+def test_ls_finds_nothing_in_json_too(tmp_path):
+    assert "there is nothing at" in run("ls", tmp_path / "nothing", "--json", code=2).stderr
 
 
 @pytest.mark.parametrize("command", ["ls", "show", "verify"])

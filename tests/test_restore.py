@@ -101,3 +101,37 @@ def test_a_hundred_saves_and_restores_hold_no_memory(tmp_path, mesh8):
     for step in range(20, 120):
         once(step)
     assert psutil.Process().memory_info().rss - before < 40e6  # 100 times 9.8 MB went in and out.
+
+
+def test_an_exact_name_is_no_glob(memory):
+    ck.save(memory, {"x[1]": 1, "x1": 2, "*": 3})
+    assert ck.restore(memory, only="x[1]") == {"x[1]": 1}
+    assert ck.restore(memory, only="*") == {"*": 3}
+    assert ck.restore(memory, only="x*") == {"x[1]": 1, "x1": 2}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"cast": "float32"}, "cast is True or False"),
+        ({"only": 5}, "only is a glob or a list of them"),
+        ({"sharding": "mesh"}, "not a mesh"),
+        ({"on_missing": "ignore"}, 'on_missing is "error" or "keep"'),
+    ],
+    ids=str,
+)
+def test_slips_in_the_arguments_are_said_at_once(memory, mesh8, wrong, says):
+    ck.save(memory, {"w": 1})
+    wrong = {name: mesh8 if value == "mesh" else value for name, value in wrong.items()}
+    with pytest.raises((TypeError, ValueError), match=says):
+        ck.restore(memory, **wrong)
+
+
+def test_a_root_without_a_checkpoint_is_named_as_the_cause(memory):
+    with pytest.raises(TypeError, match=r"as ckpt_jax\.latest returns where there is no checkpoint"):
+        ck.restore(ck.latest(memory))
+
+
+def test_overwrite_is_a_bool(memory):
+    with pytest.raises(TypeError, match="overwrite is True or False"):
+        ck.save(memory, {"w": 1}, overwrite="no")
