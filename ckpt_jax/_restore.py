@@ -98,7 +98,7 @@ def restore(
         raise Mismatch(
             f"{place} does not fit `like` in {places}",
             faults,
-            hint=f"`only=`, `on_missing=`, `on_extra=` restore a part; `ckpt-jax show {place}` lists what was saved",
+            hint=f"`ckpt-jax show {place}` lists what was saved",
         )
     values = kept | _read(place, manifest, pairs)
     _set_live(pairs, values)
