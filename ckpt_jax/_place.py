@@ -129,7 +129,7 @@ def _destination(where: Any, shape: Shape, dtype: str, *, weak: bool) -> tuple[A
     indices = sharding.addressable_devices_indices_map(shape)
     boxes = [_chunks.box(index or (), shape) for index in indices.values()]
     aval = None
-    if _put is not None:
+    if ShapedArray is not None:
         space = mem_kind_to_space(sharding.memory_kind)
         aval = ShapedArray(shape, np.dtype(dtype), weak_type=weak, memory_space=space)
         aval = update_aval_with_sharding(aval, sharding)
