@@ -19,7 +19,7 @@ from . import _chunks
 from ._manifest import Leaf, chunk_bytes
 from ._storage import Folder, failures
 
-WINDOW = 256 << 20  # Bytes in flight, per process: more is not faster (benchmarks/one_checkpoint.py).
+WINDOW = 256 << 20  # Bytes in flight, per process.
 # Several files, so that several fsyncs run at once: one of 2 GiB took four times as long.
 DATA_FILE = 64 << 20
 CRC = 4  # Bytes of the crc32c that zarr's codec of that name appends.

@@ -7,7 +7,7 @@ from itertools import product
 Shape = tuple[int, ...]
 Box = tuple[tuple[int, int], ...]  # (start, stop) along each axis
 
-# Larger cells cost memory in flight, smaller ones a request each (benchmarks/chunk_size.py).
+# Larger cells cost memory in flight, smaller ones a request each (docs/decisions/0002).
 CELL_BYTES = 16 << 20
 # Below this, sharing the writing of replicated data costs more in requests than it saves in bytes.
 SHARE_BYTES = 1 << 20

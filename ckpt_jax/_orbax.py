@@ -10,7 +10,6 @@ import msgspec
 from ._manifest import Leaf, Manifest
 from ._structure import ROOT, Node, join, keys_of, part
 
-ARRAYS = "state"
 # The one handler with which every reader of Orbax's that we tried takes an item called `state`.
 _HANDLER = "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler"
 _SEQUENCE, _DICT = 1, 2

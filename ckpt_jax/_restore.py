@@ -355,7 +355,6 @@ def _without_target(
     flat = _tree.flatten(_structure.build(manifest.tree, _Held, wanted))
     of = _sharding_of(sharding, flat) if saved else lambda *_: None
     targets = {name: _leaves.default_target(leaf, None) for name, leaf in saved.items()}
-    shown = {n: t.dtype for n, t in targets.items()}
     targets = _on(targets, of)
     for name, want in targets.items():
         if want.kind == "jax" and manifest.leaves[name].weak:
@@ -364,7 +363,7 @@ def _without_target(
     faults = [
         fault
         for name, (leaf, want) in pairs.items()
-        if leaf.kind != "live" and shown and (fault := fits(name, leaf, want, cast=False))
+        if leaf.kind != "live" and (fault := fits(name, leaf, want, cast=False))
     ]
     if faults:
         raise Mismatch(f"{place} cannot be restored as asked in {len(faults)} places", faults)
