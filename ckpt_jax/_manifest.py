@@ -140,11 +140,10 @@ class Manifest(msgspec.Struct, omit_defaults=True):
 
 
 class Part(msgspec.Struct):
-    """What one process contributed: digests by leaf and chunk, its files, and what every process must agree on."""
+    """What one process contributed: digests by leaf and chunk, and what every process must agree on."""
 
     process: int
     chunks: dict[str, dict[int, str]]
-    files: dict[str, File]
     live: dict[str, Any]  # This process's state of each live leaf.
     shared: dict[str, str]  # Digest of each leaf that every process holds for itself, and must hold alike.
     tree: str  # Digest of the structure and of every leaf's shape and dtype.

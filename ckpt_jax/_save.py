@@ -149,7 +149,6 @@ def _write_part(attempt: _commit.Attempt, manifest: Manifest, snapshot: Snapshot
     return Part(
         process=group.index,
         chunks={name: found for name, found in digests.items() if name not in extra},
-        files={},
         live=snapshot.live,
         shared=snapshot.shared | _scalar_digests(manifest.leaves, group),
         tree=_tree_digest(manifest) if group.count > 1 else "",

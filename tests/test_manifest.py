@@ -180,7 +180,6 @@ def make_parts() -> tuple[dict[str, Leaf], list[Part]]:
         Part(
             process=process,
             chunks={"w": {2 * process: f"{process}a" * 16, 2 * process + 1: f"{process}b" * 16}},
-            files={},
             live={"loader": {"at": process}},
             shared={"n": "00", "b": "11"},
             tree="t",

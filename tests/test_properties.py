@@ -489,7 +489,7 @@ def test_every_chunk_is_written_by_just_one_process(run: Any, share: int, cell: 
             again[_chunks.slices(_chunks.cell(c.coords, leaf.chunk, leaf.shape))] = c.values
         np.testing.assert_array_equal(again, values)
     parts = [
-        Part(i, _digests(snapshot), {}, snapshot.live, snapshot.shared, "tree") for i, snapshot in enumerate(snapshots)
+        Part(i, _digests(snapshot), snapshot.live, snapshot.shared, "tree") for i, snapshot in enumerate(snapshots)
     ]
     _manifest.merge(first, parts, "here")
     assert all(len(leaf.digests) == 32 * leaf.chunks for leaf in first.values())
