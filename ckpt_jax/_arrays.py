@@ -5,7 +5,7 @@ import contextlib
 import functools
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import crc32c
@@ -17,6 +17,7 @@ import xxhash
 
 from . import _chunks
 from ._manifest import Leaf, chunk_bytes
+from ._ocdbt import Tree
 from ._storage import Folder, failures
 
 WINDOW = 256 << 20  # Bytes in flight, per process.
@@ -24,7 +25,10 @@ WINDOW = 256 << 20  # Bytes in flight, per process.
 DATA_FILE = 64 << 20
 CRC = 4  # Bytes of the crc32c that zarr's codec of that name appends.
 
-_CONFIG = {"compression": None, "max_inline_value_bytes": 1024, "max_decoded_node_bytes": 8 << 20}
+INLINE = 1024  # Values of at most so many bytes lie in the tree's nodes.
+AHEAD = 1024  # Chunks asked for ahead of the reader, however small.
+
+_CONFIG = {"compression": None, "max_inline_value_bytes": INLINE, "max_decoded_node_bytes": 8 << 20}
 # The dtypes that TensorStore's zarr3 driver has. Others are stored as uint8; the manifest has the true one.
 _ZARR = frozenset(
     {
@@ -77,42 +81,55 @@ def little(dtype: str) -> np.dtype:
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
+# `gc=False` on what there is one of for each chunk: with 10,000 of them the collector's rounds took a third.
+class Chunk(msgspec.Struct, gc=False):
+    """A chunk to be written: its place, and its values (less than the chunk shape at an array's edge)."""
+
+    name: str
+    position: int
+    coords: _chunks.Shape
+    values: np.ndarray
+
+
+class _Writing(msgspec.Struct, gc=False):
+    future: Any
+    size: int
+
+
 class _Window:
     """Writes under way, of at most so many bytes."""
 
     def __init__(self, store: ts.KvStore, limit: int = WINDOW):
         self.store, self.limit, self.bytes = store, limit, 0
-        self.queue: collections.deque[tuple[ts.Future[Any], int]] = collections.deque()
+        self.queue: collections.deque[_Writing] = collections.deque()
 
     def write(self, key: str, data: bytes | bytearray) -> None:
         while self.queue and self.bytes + len(data) > self.limit:
-            future, size = self.queue.popleft()
-            future.result()
-            self.bytes -= size
+            oldest = self.queue.popleft()
+            oldest.future.result()
+            self.bytes -= oldest.size
         future = self.store.write(key, data)  # pyright: ignore[reportArgumentType]  It takes bytearrays, undeclared.
-        self.queue.append((future, len(data)))
+        self.queue.append(_Writing(future, len(data)))
         self.bytes += len(data)
 
     def finish(self) -> None:
         while self.queue:
-            self.queue.popleft()[0].result()
+            self.queue.popleft().future.result()
 
     def settle(self) -> None:
         """Waits for what is under way, whatever comes of it: after an error nothing may still write."""
         while self.queue:
             with contextlib.suppress(ValueError, OSError):
-                self.queue.popleft()[0].result()
+                self.queue.popleft().future.result()
 
 
-def write(
-    place: Folder, leaves: dict[str, Leaf], chunks: Iterable[tuple[str, int, _chunks.Shape, np.ndarray]], *, head: bool
-) -> dict[str, dict[int, str]]:
+def write(place: Folder, leaves: dict[str, Leaf], chunks: Iterable[Chunk], *, head: bool) -> dict[str, dict[int, str]]:
     """Writes chunks durably; returns their digests by leaf and position.
 
     Args:
         place: this process's own folder.
         leaves: the records, with chunk shapes.
-        chunks: (name, position, coordinates, values).
+        chunks: what to write, in order.
         head: whether to write every array's zarr.json too.
     """
     with failures(place):
@@ -120,11 +137,7 @@ def write(
 
 
 def _write(
-    window: _Window,
-    leaves: dict[str, Leaf],
-    chunks: Iterable[tuple[str, int, _chunks.Shape, np.ndarray]],
-    *,
-    head: bool,
+    window: _Window, leaves: dict[str, Leaf], chunks: Iterable[Chunk], *, head: bool
 ) -> dict[str, dict[int, str]]:
     digests: dict[str, dict[int, str]] = {}
     buffer = bytearray()
@@ -133,8 +146,8 @@ def _write(
             for name, leaf in leaves.items():
                 if leaf.stored:
                     window.write(f"{name}/zarr.json", zarr_json(leaf))
-        for name, position, coords, values in chunks:
-            leaf = leaves[name]
+        for chunk in chunks:
+            leaf, values = leaves[chunk.name], chunk.values
             dtype, size = little(leaf.dtype), chunk_bytes(leaf)
             if len(buffer) != size + CRC:
                 buffer = bytearray(size + CRC)  # TensorStore copies it, so one serves every chunk of this size.
@@ -143,9 +156,9 @@ def _write(
                 whole.fill(0)
             whole[tuple(map(slice, values.shape))] = values
             data = memoryview(buffer)[:size]
-            digests.setdefault(name, {})[position] = xxhash.xxh3_128_hexdigest(data)
+            digests.setdefault(chunk.name, {})[chunk.position] = xxhash.xxh3_128_hexdigest(data)
             buffer[size:] = crc32c.crc32c(data).to_bytes(CRC, "little")
-            window.write(_chunks.key(name, coords), buffer)
+            window.write(_chunks.key(chunk.name, chunk.coords), buffer)
         window.finish()
     finally:
         window.settle()
@@ -171,7 +184,6 @@ def merge(place: Folder, parts: list[Folder]) -> None:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-# `gc=False` on what there is one of for each chunk or leaf: with 10,000 of them the collector's rounds took a third.
 class Wanted(msgspec.Struct, gc=False):
     """A chunk to be read."""
 
@@ -192,8 +204,30 @@ def wanted(name: str, leaf: Leaf, coords: Iterable[_chunks.Shape]) -> Iterator[W
         yield Wanted(name, at, size, leaf.digest(_chunks.position(at, counts)))
 
 
+class Source:
+    """A key space to read chunks from.
+
+    Args:
+        place: its folder.
+        files: the files in it that may be opened.
+    """
+
+    def __init__(self, place: Folder, files: Collection[str] = ()):
+        self.store = open_store(place)
+        # Small values come from the tree's nodes at once: a call into TensorStore for each took five times as long.
+        self.tree = Tree(place, files) if place.local else None
+
+    def read(self, chunk: Wanted) -> Any:
+        """A chunk's bytes, or a future of them."""
+        if self.tree is not None and chunk.size + CRC <= INLINE:
+            value = self.tree.find(chunk.key)
+            if value is not None and value.data is not None:
+                return value.data
+        return self.store.read(chunk.key)
+
+
 def read(
-    chunks: Iterable[Wanted], sources: list[ts.KvStore], window: int = WINDOW // 2
+    chunks: Iterable[Wanted], sources: list[Source], window: int = WINDOW // 2
 ) -> Iterator[tuple[Wanted, memoryview | None, str]]:
     """Reads chunks in order, ahead of the reader by at most `window` bytes.
 
@@ -206,29 +240,28 @@ def read(
     queue: collections.deque[tuple[Wanted, Any]] = collections.deque()
     ahead = 0
     while True:
-        while ahead < window and (chunk := next(upcoming, None)) is not None:
-            queue.append((chunk, sources[0].read(chunk.key)))
+        while ahead < window and len(queue) < AHEAD and (chunk := next(upcoming, None)) is not None:
+            queue.append((chunk, sources[0].read(chunk)))
             ahead += chunk.size
         if not queue:
             return
-        chunk, future = queue.popleft()
+        chunk, answer = queue.popleft()
         ahead -= chunk.size
-        data, found = _check(chunk, future)
-        for source in sources[1:]:
+        data, found = _check(chunk, answer)
+        for source in sources if data is None else ():
+            data, found = _check(chunk, source.store.read(chunk.key))
             if data is not None:
                 break
-            data, found = _check(chunk, source.read(chunk.key))
         yield chunk, data, found
 
 
-def _check(chunk: Wanted, future: Any) -> tuple[memoryview | None, str]:
+def _check(chunk: Wanted, answer: Any) -> tuple[memoryview | None, str]:
     try:
-        answer = future.result()
-        if answer.state != "value":
-            return None, "nothing"
-        value = answer.value
+        value = answer if isinstance(answer, bytes) else _value(answer)
     except (ValueError, OSError) as error:  # TensorStore's errors, whatever their kind, are ValueErrors.
         return None, short(error)
+    if value is None:
+        return None, "nothing"
     # OCDBT answers b"" for a value whose data file is gone.
     if len(value) != chunk.size + CRC:
         return None, f"{len(value):,} bytes in place of {chunk.size + CRC:,}"
@@ -239,35 +272,11 @@ def _check(chunk: Wanted, future: Any) -> tuple[memoryview | None, str]:
     return data, ""
 
 
+def _value(future: Any) -> bytes | None:
+    answer = future.result()
+    return answer.value if answer.state == "value" else None
+
+
 def short(error: BaseException) -> str:
     """An error of TensorStore's without its source locations."""
     return str(error).partition(" [")[0][:300]
-
-
-def locate(place: Folder) -> dict[str, str]:
-    """Which data file holds each key, as far as the tree of keys can be read; for error messages.
-
-    Values of up to a kilobyte lie in the tree's nodes, which OCDBT itself checks.
-    """
-    base = ts.KvStore.open(place.spec(), context=place.context()).result()
-    found: dict[str, str] = {}
-    with contextlib.suppress(ValueError, OSError, KeyError, IndexError):
-        root = ts.ocdbt.dump(base).result()["versions"][-1]["root"]["location"]
-        nodes = [(root, b"")]
-        while nodes:
-            location, prefix = nodes.pop()
-            with contextlib.suppress(ValueError, OSError):  # A node that cannot be read: others may be.
-                for entry in ts.ocdbt.dump(base, location).result()["entries"]:
-                    _locate_entry(entry, location, prefix, nodes, found)
-    return found
-
-
-def _locate_entry(
-    entry: dict[str, Any], location: str, prefix: bytes, nodes: list[tuple[str, bytes]], found: dict[str, str]
-) -> None:
-    if "location" in entry:
-        nodes.append((entry["location"], prefix + entry.get("subtree_common_prefix", b"")))
-        return
-    # Such as "value:ocdbt.process_0/:d/0c…:4096:512": kind, base, path, offset, length.
-    _, base, path, *_ = entry.get("indirect_value", location).split(":")
-    found[(prefix + entry["key"]).decode("utf-8", "replace")] = base + path

@@ -1,5 +1,6 @@
 """Boxes and grids: how an array is cut into chunks, and which process writes which (pure geometry, no I/O)."""
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from itertools import product
@@ -76,6 +77,7 @@ def grid(shape: Shape, shard: Shape, itemsize: int, writers: int = 1, cell_bytes
     return tuple(chunk)
 
 
+@functools.lru_cache(4096)
 def counts(shape: Shape, chunk: Shape) -> Shape:
     """The number of chunks along each axis."""
     return tuple(-(-n // c) for n, c in zip(shape, chunk, strict=True))

@@ -2,6 +2,7 @@
 
 from . import _arrays, _commit, _manifest
 from ._manifest import Manifest
+from ._ocdbt import Tree
 from ._storage import Folder
 from .errors import Corrupt, Fault, NotFound
 
@@ -35,11 +36,12 @@ def vanished(place: Folder, manifest: Manifest) -> NotFound | None:
 
 
 def chunk_faults(place: Folder, manifest: Manifest, bad: list[tuple[_arrays.Wanted, str]]) -> list[Fault]:
-    files = _arrays.locate(place / manifest.state)
+    tree = Tree(place / manifest.state, manifest.state_files)
     faults = []
     for chunk, found in bad:
-        file = files.get(chunk.key)
-        at = f"chunk {list(chunk.coords)} in {manifest.state}/{file or 'manifest.ocdbt and the tree it points to'}"
+        value = tree.find(chunk.key)
+        file = value.file if value is not None else "manifest.ocdbt and the tree it points to"
+        at = f"chunk {list(chunk.coords)} in {manifest.state}/{file}"
         faults.append(Fault(chunk.name, f"{at}: digest {chunk.digest[:12]}…", found))
     return faults
 
@@ -56,7 +58,7 @@ def of_files(place: Folder, manifest: Manifest) -> list[Fault]:
     if (error := vanished(place, manifest)) is not None:
         raise error
     inside: dict[str, set[str]] = {}
-    for key, file in _arrays.locate(place / manifest.state).items():
+    for key, file in Tree(place / manifest.state, manifest.state_files).files():
         inside.setdefault(f"{manifest.state}/{file}", set()).add(key.partition("/")[0])
     named = []
     for fault in faults:

@@ -134,6 +134,11 @@ class Manifest(msgspec.Struct, omit_defaults=True):
         """The uncompressed bytes of all arrays."""
         return sum(nbytes(leaf) for leaf in self.leaves.values())
 
+    @property
+    def state_files(self) -> set[str]:
+        """The files of the arrays, by their names in `state`."""
+        return {path.removeprefix(f"{self.state}/") for path in self.files if path.startswith(f"{self.state}/")}
+
     def __repr__(self) -> str:
         step = "" if self.step is None else f"step {self.step}, "
         return f"<Manifest: {step}{len(self.leaves):,} leaves, {self.nbytes:,} bytes, seal {self.seal[:12]}>"

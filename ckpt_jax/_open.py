@@ -129,7 +129,7 @@ class Checkpoint(Mapping[str, LazyArray]):
     def __init__(self, place: _storage.Folder, manifest: Manifest):
         self.path, self.manifest = place.url, manifest
         self._place = place
-        self._store: Any = None
+        self._source: _arrays.Source | None = None
 
     @property
     def step(self) -> int | None:
@@ -162,14 +162,14 @@ class Checkpoint(Mapping[str, LazyArray]):
 
     def _read(self, name: str, leaf: Leaf, index: Any) -> Any:
         box, rest = basic_index(index, leaf.shape, name)
-        if self._store is None:
+        if self._source is None:
             if self._place.local and (faults := _faults.of_files(self._place, self.manifest)):
                 raise _faults.damaged(self._place, faults)  # Or an array might be larger than what could fill it.
-            self._store = _arrays.open_store(self._place / self.manifest.state)
+            self._source = _arrays.Source(self._place / self.manifest.state, self.manifest.state_files)
         values = np.empty(_chunks.extent(box), leaf.dtype)
         requests = _arrays.wanted(name, leaf, _chunks.covering(box, leaf.chunk))
         bad = []
-        for chunk, data, found in _arrays.read(requests, [self._store]):
+        for chunk, data, found in _arrays.read(requests, [self._source]):
             if data is None:
                 bad.append((chunk, found))
                 continue

@@ -31,51 +31,37 @@ def scalar_array(leaf: Leaf) -> tuple[str, Any] | None:
 
 def sidecars(manifest: Manifest, device: str) -> dict[str, bytes]:
     """The sidecar files by path; `device` is the one that Orbax puts keys on when it restores without a target."""
-    parameters: dict[str, Any] = {}
+    # Encoded piece by piece: with 10,000 leaves as dicts the collector's rounds took a quarter of a save.
+    parameters: dict[str, msgspec.Raw] = {}
     strings: dict[str, str] = {}
-    arrays, shardings = [], {}
+    shardings: dict[str, str] = {}
+    arrays: list[msgspec.Raw] = []
+    one_device = json.dumps({"sharding_type": "SingleDeviceSharding", "device_str": device})
 
-    def walk(node: Node | str, name: str, path: list[dict[str, Any]]) -> None:
+    def walk(node: Node | str, name: str, keys: tuple[str, ...], path: bytes) -> None:
         if isinstance(node, str):
             name = name or ROOT
             leaf = manifest.leaves[name]
             kind = _value_type(leaf)
             if kind is None:
                 return  # Orbax cannot hold it; it stands in the manifest only.
-            _add(path, kind, skip=False)
+            parameters[str(keys)] = _parameter(path, kind)
             if kind == "string":
                 strings[name] = leaf.value
             if kind == "jax.Array":
-                shardings[base64.b64encode(name.encode()).decode()] = json.dumps(
-                    {"sharding_type": "SingleDeviceSharding", "device_str": device}
-                )
+                shardings[base64.b64encode(name.encode()).decode()] = one_device
             if leaf.stored:
-                extra = {"random_key_impl": leaf.impl} if leaf.kind == "key" else None
-                arrays.append(
-                    {
-                        "array_metadata": {
-                            "param_name": name,
-                            "write_shape": leaf.chunk,
-                            "chunk_shape": leaf.chunk,
-                            "ext_metadata": extra,
-                        }
-                    }
-                )
+                arrays.append(_array(name, leaf))
             return
         if not node.children:
-            _add(path, _EMPTY[node.kind], skip=True)
+            parameters[str(keys)] = _parameter(path, _EMPTY[node.kind])
+        kind = _SEQUENCE if node.kind in ("list", "tuple", "unnamed") else _DICT
         for key, child in zip(keys_of(node), node.children, strict=True):
-            sequence = node.kind in ("list", "tuple", "unnamed")
-            entry = {"key": part(key), "key_type": _SEQUENCE if sequence else _DICT}
-            walk(child, join(name, key), [*path, entry])
+            own = part(key)
+            entry = msgspec.json.encode({"key": own, "key_type": kind})
+            walk(child, join(name, key), (*keys, own), path + b"," + entry if path else entry)
 
-    def _add(path: list[dict[str, Any]], kind: str, *, skip: bool) -> None:
-        parameters[str(tuple(entry["key"] for entry in path))] = {
-            "key_metadata": path,
-            "value_metadata": {"value_type": kind, "skip_deserialize": skip},
-        }
-
-    walk(manifest.tree, "", [])
+    walk(manifest.tree, "", (), b"")
     item = manifest.state
     now = time.time_ns()
     tree = {
@@ -103,6 +89,24 @@ def sidecars(manifest: Manifest, device: str) -> dict[str, bytes]:
         contents[f"{item}/_strings.json"] = strings
     files = {path: msgspec.json.encode(value) for path, value in contents.items()}
     return files | {"orbax.checkpoint": b"", "commit_success.txt": b"Written by ckpt_jax.\n"}
+
+
+def _parameter(path: bytes, kind: str) -> msgspec.Raw:
+    skip = b"true" if kind in _EMPTY.values() else b"false"
+    return msgspec.Raw(
+        b'{"key_metadata":[%b],"value_metadata":{"value_type":"%b","skip_deserialize":%b}}'
+        % (path, kind.encode(), skip)
+    )
+
+
+def _array(name: str, leaf: Leaf) -> msgspec.Raw:
+    found = {
+        "param_name": name,
+        "write_shape": leaf.chunk,
+        "chunk_shape": leaf.chunk,
+        "ext_metadata": {"random_key_impl": leaf.impl} if leaf.kind == "key" else None,
+    }
+    return msgspec.Raw(msgspec.json.encode({"array_metadata": found}))
 
 
 def _value_type(leaf: Leaf) -> str | None:

@@ -42,6 +42,8 @@ def _needs(shape: Shape, chunk: Shape, sharding: Any) -> tuple[list[Box], list[S
 class Plan:
     """How one leaf is put together: the boxes that this process needs, and the chunks that cover them."""
 
+    __slots__ = ("boxes", "coords", "device", "leaf", "left", "pieces", "want")
+
     def __init__(self, leaf: Leaf, want: Target):
         self.leaf, self.want = leaf, want
         self.device = want.kind in ("jax", "key")

@@ -431,12 +431,21 @@ def _from_int(value: int, dtype: str) -> np.ndarray:
 
 
 def _read_arrays(place: _storage.Folder, manifest: Manifest, pairs: dict[str, tuple[Leaf, Target]]) -> dict[str, Any]:
-    store = _arrays.open_store(place / manifest.state)
-    plans = {name: _place.Plan(leaf, want) for name, (leaf, want) in pairs.items()}
-    requests = (chunk for name, plan in list(plans.items()) for chunk in _arrays.wanted(name, plan.leaf, plan.coords))
-    values = {name: plan.finish() for name, plan in plans.items() if not plan.coords}
+    source = _arrays.Source(place / manifest.state, manifest.state_files)
+    plans: dict[str, _place.Plan] = {}
+    values: dict[str, Any] = {}
+
+    def requests() -> Iterator[_arrays.Wanted]:
+        for name, (leaf, want) in pairs.items():
+            plan = _place.Plan(leaf, want)
+            if plan.coords:
+                plans[name] = plan
+                yield from _arrays.wanted(name, leaf, plan.coords)
+            else:
+                values[name] = plan.finish()
+
     bad: list[tuple[_arrays.Wanted, str]] = []
-    for chunk, data, found in _arrays.read(requests, [store]):
+    for chunk, data, found in _arrays.read(requests(), [source]):
         plan = plans[chunk.name]
         if data is None:
             bad.append((chunk, found))

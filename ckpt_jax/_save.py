@@ -1,5 +1,6 @@
 """Save: a tree becomes a committed checkpoint."""
 
+import itertools
 import json
 import time
 from typing import Any
@@ -137,11 +138,11 @@ def _write_part(attempt: _commit.Attempt, manifest: Manifest, snapshot: Snapshot
     place.make()
     head = group.index == 0
     extra = _scalars(manifest.leaves) if head else {}
-    chunks = [(c.name, c.position, c.coords, c.values) for c in snapshot.chunks]
+    scalars = (_arrays.Chunk(name, 0, (), value) for name, (_, value) in extra.items())
     digests = _arrays.write(
         place,
         manifest.leaves | {name: leaf for name, (leaf, _) in extra.items()},
-        chunks + [(name, 0, (), value) for name, (_, value) in extra.items()],
+        itertools.chain(snapshot.chunks, scalars),
         head=head,
     )
     place.sync()

@@ -5,23 +5,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import msgspec
 import numpy as np
 import xxhash
 
 from . import _chunks
+from ._arrays import Chunk
 from ._chunks import Box, Shape
 from ._leaves import Encoded
 from ._manifest import Leaf
-
-
-class Chunk(msgspec.Struct, gc=False):
-    """One chunk that this process writes: its place, and its values (less than the chunk shape at an array's edge)."""
-
-    name: str
-    position: int
-    coords: Shape
-    values: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +82,9 @@ def take(encoded: dict[str, Encoded], process: int = 0, processes: int = 1) -> S
                 pending.append((name, source, box, mine))
     for name, source, box, mine in pending:
         values = np.asarray(source)
-        snapshot.chunks.extend(Chunk(name, at, coords, values[_chunks.slices(cell, box)]) for coords, at, cell in mine)
+        for coords, at, cell in mine:
+            part = values if cell == box else values[_chunks.slices(cell, box)]
+            snapshot.chunks.append(Chunk(name, at, coords, part))
     return snapshot
 
 

@@ -95,16 +95,19 @@ class Folder:
     # --- reading ---
 
     @_os_errors
-    def read(self, name: str) -> bytes | None:
-        """A file's bytes, or None if there is no such file."""
+    def read(self, name: str, start: int = 0, length: int = -1) -> bytes | None:
+        """A file's bytes, or a part of them; None if there is no such file."""
         if self.local:
             try:
                 with open(self._path(name), "rb") as file:
-                    return file.read()
+                    file.seek(start)
+                    return file.read(length)
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
                 return None
         found = _kv(self).read(name).result()
-        return found.value if found.state == "value" else None
+        if found.state != "value":
+            return None
+        return found.value[start : start + length] if length >= 0 else found.value[start:]
 
     @_os_errors
     def files(self) -> dict[str, int]:

@@ -90,14 +90,14 @@ def progress(path: _storage.PathLike, level: Level = "chunks") -> Iterator[tuple
         faults += _sidecar_faults(place, manifest, {fault.place for fault in faults})
         total = manifest.nbytes
         bad = []
-        store = _arrays.open_store(place / manifest.state)
+        source = _arrays.Source(place / manifest.state, manifest.state_files)
         requests = (
             chunk
             for name, leaf in manifest.leaves.items()
             if leaf.stored
             for chunk in _arrays.wanted(name, leaf, _chunks.covering(_chunks.whole(leaf.shape), leaf.chunk))
         )
-        for chunk, data, found in _arrays.read(requests, [store]):
+        for chunk, data, found in _arrays.read(requests, [source]):
             if data is None:
                 bad.append((chunk, found))
             chunks += 1
@@ -106,7 +106,7 @@ def progress(path: _storage.PathLike, level: Level = "chunks") -> Iterator[tuple
         if bad:
             still_there(place, manifest)
             faults += _faults.chunk_faults(place, manifest, bad)
-        faults += _header_faults(store, manifest)
+        faults += _header_faults(source.store, manifest)
     yield Report(place.url, level, tuple(faults), chunks, done, time.perf_counter() - started)
 
 
