@@ -6,6 +6,7 @@ import functools
 import json
 import sys
 from collections.abc import Collection, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import crc32c
@@ -17,7 +18,7 @@ import xxhash
 
 from . import _chunks
 from ._manifest import Leaf, chunk_bytes
-from ._ocdbt import Tree
+from ._ocdbt import Tree, Value
 from ._storage import Folder, failures
 
 WINDOW = 256 << 20  # Bytes in flight, per process.
@@ -26,6 +27,7 @@ DATA_FILE = 64 << 20
 CRC = 4  # Bytes of the crc32c that zarr's codec of that name appends.
 
 INLINE = 1024  # Values of at most so many bytes lie in the tree's nodes.
+READERS = 4  # Threads that read and check.
 AHEAD = 1024  # Chunks asked for ahead of the reader, however small.
 
 _CONFIG = {"compression": None, "max_inline_value_bytes": INLINE, "max_decoded_node_bytes": 8 << 20}
@@ -213,51 +215,93 @@ class Source:
     """
 
     def __init__(self, place: Folder, files: Collection[str] = ()):
-        self.store = open_store(place)
-        # Small values come from the tree's nodes at once: a call into TensorStore for each took five times as long.
+        self.place, self.files, self.store = place, files, open_store(place)
+        # On a file system values are read where the tree says that they lie: `docs/decisions/0005` has the figures.
         self.tree = Tree(place, files) if place.local else None
 
-    def read(self, chunk: Wanted) -> Any:
-        """A chunk's bytes, or a future of them."""
-        if self.tree is not None and chunk.size + CRC <= INLINE:
-            value = self.tree.find(chunk.key)
-            if value is not None and value.data is not None:
-                return value.data
-        return self.store.read(chunk.key)
+    def find(self, chunk: Wanted) -> Value | None:
+        """Where a chunk lies, if it is in a file that may be opened and of the size that is wanted."""
+        value = self.tree.find(chunk.key) if self.tree is not None else None
+        if value is None or value.data is not None:
+            return value
+        return value if value.length == chunk.size + CRC and value.file in self.files else None
 
 
-def read(
-    chunks: Iterable[Wanted], sources: list[Source], window: int = WINDOW // 2
-) -> Iterator[tuple[Wanted, memoryview | None, str]]:
+class Buffers:
+    """Memory of at most `limit` bytes, used again: touching fresh memory may take longer than reading a file."""
+
+    def __init__(self, limit: int = WINDOW // 2):
+        self.limit, self.total = limit, 0
+        self.free: list[np.ndarray] = []
+
+    def take(self, size: int) -> np.ndarray:
+        """uint8[size or more]."""
+        for at, buffer in enumerate(self.free):
+            if size <= len(buffer) <= 2 * size:
+                return self.free.pop(at)
+        while self.free and self.total + size > self.limit:
+            self.total -= len(self.free.pop(0))
+        self.total += size
+        return np.empty(size, np.uint8)
+
+
+Answer = tuple[Wanted, memoryview | None, str]
+
+
+def read(chunks: Iterable[Wanted], sources: list[Source], window: int = WINDOW // 2) -> Iterator[Answer]:
     """Reads chunks in order, ahead of the reader by at most `window` bytes.
 
     A chunk from any source counts if its digest is the right one; else the next source is asked.
 
     Yields:
-        The chunk, and its uncompressed bytes; or None, and what was found instead.
+        The chunk, and its uncompressed bytes, which stand there until the next is asked for; or None, and what was
+        found instead.
     """
     upcoming = iter(chunks)
-    queue: collections.deque[tuple[Wanted, Any]] = collections.deque()
+    queue: collections.deque[tuple[Wanted, Any, np.ndarray | None]] = collections.deque()
+    buffers = Buffers(window)
     ahead = 0
-    while True:
-        while ahead < window and len(queue) < AHEAD and (chunk := next(upcoming, None)) is not None:
-            queue.append((chunk, sources[0].read(chunk)))
-            ahead += chunk.size
-        if not queue:
-            return
-        chunk, answer = queue.popleft()
-        ahead -= chunk.size
-        data, found = _check(chunk, answer)
-        for source in sources if data is None else ():
-            data, found = _check(chunk, source.store.read(chunk.key))
-            if data is not None:
-                break
-        yield chunk, data, found
+    with ThreadPoolExecutor(READERS) as pool:
+        while True:
+            while ahead < window and len(queue) < AHEAD and (chunk := next(upcoming, None)) is not None:
+                queue.append((chunk, *_ask(chunk, sources[0], pool, buffers)))
+                ahead += chunk.size
+            if not queue:
+                return
+            chunk, answer, buffer = queue.popleft()
+            ahead -= chunk.size
+            data, found = answer.result() if isinstance(answer, Future) else _check(chunk, answer)
+            for source in sources if data is None else ():
+                data, found = _check(chunk, source.store.read(chunk.key))
+                if data is not None:
+                    break
+            yield chunk, data, found
+            if buffer is not None:
+                buffers.free.append(buffer)
+
+
+def _ask(chunk: Wanted, source: Source, pool: ThreadPoolExecutor, buffers: Buffers) -> tuple[Any, np.ndarray | None]:
+    """A chunk's bytes, or a future of them; and the buffer that they come in."""
+    value = source.find(chunk)
+    if value is None:
+        return source.store.read(chunk.key), None
+    if value.data is not None:
+        return value.data, None
+    buffer = buffers.take(value.length)
+    return pool.submit(_read_file, chunk, source.place, value, buffer), buffer
+
+
+def _read_file(chunk: Wanted, place: Folder, value: Value, buffer: np.ndarray) -> tuple[memoryview | None, str]:
+    data = buffer[: value.length].data
+    try:
+        return _check(chunk, data[: place.read_into(value.file, value.offset, data)])
+    except OSError as error:
+        return None, str(error)
 
 
 def _check(chunk: Wanted, answer: Any) -> tuple[memoryview | None, str]:
     try:
-        value = answer if isinstance(answer, bytes) else _value(answer)
+        value = answer if isinstance(answer, (bytes, memoryview)) else _value(answer)
     except (ValueError, OSError) as error:  # TensorStore's errors, whatever their kind, are ValueErrors.
         return None, short(error)
     if value is None:

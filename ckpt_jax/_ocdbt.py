@@ -26,7 +26,9 @@ class Value(msgspec.Struct, gc=False):
     """Where a value lies; with its bytes, if it lies in a node of the tree."""
 
     file: str
-    data: bytes | None
+    offset: int = 0
+    length: int = 0
+    data: bytes | None = None
 
 
 class _Reference(msgspec.Struct, frozen=True):
@@ -43,17 +45,18 @@ class _Leaf(msgspec.Struct):
     """A node of values."""
 
     index: dict[bytes, int]
-    files: list[str]  # Of each value.
-    starts: list[int]  # In `data`; below 0 where a value lies elsewhere.
+    files: list[str]  # Of each value; "" for this node itself.
+    starts: list[int]
     sizes: list[int]
+    file: str
     data: bytes
 
     def get(self, key: bytes) -> Value | None:
         at = self.index.get(key)
         if at is None:
             return None
-        start = self.starts[at]
-        return Value(self.files[at], self.data[start : start + self.sizes[at]] if start >= 0 else None)
+        file, start, size = self.files[at], self.starts[at], self.sizes[at]
+        return Value(file, start, size) if file else Value(self.file, data=self.data[start : start + size])
 
 
 class _Interior(msgspec.Struct):
@@ -109,7 +112,7 @@ class Tree:
             node = self._node(reference) if reference is not None else None
             if isinstance(node, _Leaf):
                 for key, at in node.index.items():
-                    yield (prefix + key).decode("utf-8", "replace"), node.files[at]
+                    yield (prefix + key).decode("utf-8", "replace"), node.files[at] or node.file
             elif node is not None:
                 nodes += [(c, prefix + p) for c, p in zip(node.children, node.prefixes, strict=True)]
 
@@ -251,9 +254,7 @@ def _node(data: bytes, at: _Reference) -> _Leaf | _Interior:
         raise ValueError("a value of another kind")
     elsewhere = sum(kinds)
     where = iter([files[file] for file in reader.varints(elsewhere).tolist()])
-    reader.varints(elsewhere)  # offsets
-    homes, starts = [], []
-    for kind, size in zip(kinds, sizes, strict=True):
-        homes.append(next(where) if kind else at.file)
-        starts.append(-1 if kind else reader.skip(size))
-    return _Leaf({key: i for i, key in enumerate(keys)}, homes, starts, sizes, data)
+    offsets = iter(reader.varints(elsewhere).tolist())
+    homes = [next(where) if kind else "" for kind in kinds]
+    starts = [next(offsets) if kind else reader.skip(size) for kind, size in zip(kinds, sizes, strict=True)]
+    return _Leaf({key: i for i, key in enumerate(keys)}, homes, starts, sizes, at.file, data)

@@ -1,8 +1,8 @@
 """Placing: chunks put together into the pieces that devices hold, and those into an array that owns its memory."""
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -39,53 +39,68 @@ def _needs(shape: Shape, chunk: Shape, sharding: Any) -> tuple[list[Box], list[S
     return boxes, sorted({coords for box in boxes for coords in _chunks.covering(box, chunk)})
 
 
+Piece = Any  # np.ndarray, or a list of the jax arrays that the devices have of it already.
+
+
 class Plan:
     """How one leaf is put together: the boxes that this process needs, and the chunks that cover them."""
 
-    __slots__ = ("boxes", "coords", "device", "leaf", "left", "pieces", "want")
+    __slots__ = ("boxes", "buffers", "coords", "device", "leaf", "left", "pieces", "rented", "want")
 
-    def __init__(self, leaf: Leaf, want: Target):
-        self.leaf, self.want = leaf, want
+    def __init__(self, leaf: Leaf, want: Target, buffers: _arrays.Buffers):
+        self.leaf, self.want, self.buffers = leaf, want, buffers
+        self.rented: list[np.ndarray] = []
         self.device = want.kind in ("jax", "key")
         self.boxes, self.coords = _needs(leaf.shape, leaf.chunk, want.sharding if self.device else None)
-        self.pieces: dict[Box, np.ndarray] = {}
+        self.pieces: dict[Box, Piece] = {}
         self.left = len(self.coords)
 
-    def add(self, coords: Shape, data: memoryview) -> bool:
-        """Takes one chunk's bytes; says whether that was the last."""
+    def add(self, coords: Shape, data: memoryview) -> Any:
+        """Takes one chunk's bytes, which may change afterwards; with the last one the leaf is there, else None."""
         values = np.frombuffer(data, _arrays.little(self.leaf.dtype)).reshape(self.leaf.chunk)
         cell = _chunks.cell(coords, self.leaf.chunk, self.leaf.shape)
+        self.left -= 1
         for box in self.boxes:
             if box == cell and self.device:  # Just one piece: no copy but the one to the device.
-                self.pieces[box] = values[tuple(map(slice, _chunks.extent(cell)))]
+                piece = values[tuple(map(slice, _chunks.extent(cell)))]
+                self.pieces[box] = _shards(piece, box, _home(self.want, self.leaf.shape)) if self.left else piece
             elif (shared := _chunks.overlap(box, cell)) is not None:
                 if box not in self.pieces:
-                    self.pieces[box] = np.empty(_chunks.extent(box), self.leaf.dtype)
+                    self.pieces[box] = self._empty(box)
                 self.pieces[box][_chunks.slices(shared, box)] = values[_chunks.slices(shared, cell)]
-        self.left -= 1
-        return self.left == 0
+        return None if self.left else self.finish()
 
     def finish(self) -> Any:
         """The leaf, once all its chunks are there."""
         for box in self.boxes:
             if box not in self.pieces:  # Nothing covers a box without elements.
-                self.pieces[box] = np.empty(_chunks.extent(box), self.leaf.dtype)
-        value = place(self.pieces, self.want)
-        self.pieces = {}
+                self.pieces[box] = self._empty(box)
+        value = place(self.pieces, self.want, self.leaf.shape)
+        self.buffers.free += self.rented
+        self.pieces, self.rented = {}, []
         return value
 
+    def _empty(self, box: Box) -> np.ndarray:
+        """Memory for a piece; what goes on to a device is copied there, so its memory serves again."""
+        shape, dtype = _chunks.extent(box), np.dtype(self.leaf.dtype)
+        if not self.device:
+            return np.empty(shape, dtype)
+        size = math.prod(shape) * dtype.itemsize
+        self.rented.append(self.buffers.take(size))
+        return self.rented[-1][:size].view(dtype).reshape(shape)
 
-def place(pieces: dict[Box, np.ndarray], want: Target) -> Any:
-    """An array of the kind that is wanted, from its pieces."""
-    if want.kind == "key":
-        data = _on_devices(pieces, want, "uint32", (*want.shape, _trailing(pieces)))
-        return jax.random.wrap_key_data(data, impl=want.dtype.removeprefix("key<").removesuffix(">"))
-    if want.kind == "jax":
-        return _on_devices(pieces, want, _canonical(want.dtype, _leaves.x64()), want.shape)
+
+def place(pieces: dict[Box, Piece], want: Target, shape: Shape) -> Any:
+    """A leaf of the kind that is wanted, from its pieces; `shape` is that of a key's data, or the leaf's own."""
+    if want.kind in ("jax", "key"):
+        array = _on_devices(pieces, want, _home(want, shape))
+        if want.kind == "jax":
+            return array
+        return jax.random.wrap_key_data(array, impl=want.dtype.removeprefix("key<").removesuffix(">"))
     (piece,) = pieces.values()
     if want.kind == "scalar":
         return piece[()].item()
-    piece = piece if piece.dtype == _arrays.little(want.dtype) else converted(piece, want.dtype)
+    piece = _typed(piece, want.dtype)
     return piece[()] if want.kind == "generic" else piece
 
 
@@ -100,33 +115,24 @@ def _canonical(dtype: str, x64: bool) -> str:
     return str(jax.dtypes.canonicalize_dtype(dtype))
 
 
-def _trailing(pieces: dict[Box, np.ndarray]) -> int:
-    return next(iter(pieces))[-1][1]
+class _Home(NamedTuple):
+    """Where an array goes: its sharding, its devices here, the box of each, and JAX's abstract value for it."""
+
+    sharding: Any
+    devices: list[Any]
+    boxes: list[Box]
+    shape: Shape
+    dtype: str
+    aval: Any
 
 
-def _on_devices(pieces: dict[Box, np.ndarray], want: Target, dtype: str, shape: Shape) -> jax.Array:
-    """A jax array of its own memory, committed or not, with the weak type that is asked for."""
-    sharding, devices, boxes, aval = _destination(want.sharding or _default_device(), shape, dtype, weak=want.weak)
-    if next(iter(pieces.values())).dtype != _arrays.little(dtype):
-        pieces = {box: converted(piece, dtype) for box, piece in pieces.items()}
-    if _put is None:
-        return _public([pieces[box] for box in boxes], devices, sharding, want, shape)
-    if len(pieces) < len(boxes) and not sharding.is_fully_replicated:
-        # One call for each device: handed the same memory for some of them, jaxlib 0.10.2 raises `bad_function_call`.
-        homes = [
-            _destination(device, _chunks.extent(box), dtype, weak=False)
-            for device, box in zip(devices, boxes, strict=True)
-        ]
-        values = [
-            _put(h[3], h[0], [pieces[box]], h[1], True, False, _COPY) for h, box in zip(homes, boxes, strict=True)
-        ]
-        return _put(aval, sharding, values, devices, want.committed)
-    return _put(aval, sharding, [pieces[box] for box in boxes], devices, want.committed, False, _COPY)
+def _home(want: Target, shape: Shape) -> _Home:
+    dtype = "uint32" if want.kind == "key" else _canonical(want.dtype, _leaves.x64())
+    return _destination(want.sharding or _default_device(), shape, dtype, weak=want.weak)
 
 
 @functools.lru_cache(4096)
-def _destination(where: Any, shape: Shape, dtype: str, *, weak: bool) -> tuple[Any, list[Any], list[Box], Any]:
-    """A sharding, its devices, the box of each, and JAX's abstract value for the array."""
+def _destination(where: Any, shape: Shape, dtype: str, *, weak: bool) -> _Home:
     sharding = where if isinstance(where, jax.sharding.Sharding) else jax.sharding.SingleDeviceSharding(where)
     indices = sharding.addressable_devices_indices_map(shape)
     boxes = [_chunks.box(index or (), shape) for index in indices.values()]
@@ -135,19 +141,44 @@ def _destination(where: Any, shape: Shape, dtype: str, *, weak: bool) -> tuple[A
         space = mem_kind_to_space(sharding.memory_kind)
         aval = ShapedArray(shape, np.dtype(dtype), weak_type=weak, memory_space=space)
         aval = update_aval_with_sharding(aval, sharding)
-    return sharding, list(indices), boxes, aval
+    return _Home(sharding, list(indices), boxes, shape, dtype, aval)
 
 
-def _public(
-    values: Sequence[np.ndarray], devices: Sequence[Any], sharding: Any, want: Target, shape: Shape
-) -> jax.Array:
-    if not want.committed:
-        return jax.numpy.array(values[0])
-    kind = sharding.memory_kind
-    homes = [jax.sharding.SingleDeviceSharding(device, memory_kind=kind) for device in devices]
-    # A copy on the device: device_put alone may share NumPy's memory, and then nothing can be donated.
-    placed = [jax.numpy.copy(jax.device_put(v, h)) for v, h in zip(values, homes, strict=True)]
-    return jax.make_array_from_single_device_arrays(shape, sharding, placed)
+def _on_devices(pieces: dict[Box, Piece], want: Target, home: _Home) -> jax.Array:
+    """A jax array of its own memory, committed or not, with the weak type that is asked for."""
+    if _put is None and not want.committed:
+        return jax.numpy.array(_typed(pieces[home.boxes[0]], home.dtype).copy())
+    # One call for all, but where some devices share a piece: then jaxlib 0.10.2 raises `bad_function_call`.
+    at_once = len(pieces) == len(home.boxes) or home.sharding.is_fully_replicated
+    if _put is not None and at_once and all(isinstance(piece, np.ndarray) for piece in pieces.values()):
+        values = [_typed(pieces[box], home.dtype) for box in home.boxes]
+        return _put(home.aval, home.sharding, values, home.devices, want.committed, False, _COPY)
+    shards = {box: iter(p if isinstance(p, list) else _shards(p, box, home)) for box, p in pieces.items()}
+    placed = [next(shards[box]) for box in home.boxes]
+    if _put is not None:
+        return _put(home.aval, home.sharding, placed, home.devices, want.committed)
+    return jax.make_array_from_single_device_arrays(home.shape, home.sharding, placed)
+
+
+def _shards(piece: np.ndarray, box: Box, home: _Home) -> list[jax.Array]:
+    """A piece on every device that holds it, each with memory of its own."""
+    piece = _typed(piece, home.dtype)
+    placed = []
+    for device, held in zip(home.devices, home.boxes, strict=True):
+        if held != box:
+            continue
+        where = jax.sharding.SingleDeviceSharding(device, memory_kind=home.sharding.memory_kind)
+        if _put is None:
+            # A copy on the device: device_put alone may share NumPy's memory, and then nothing can be donated.
+            placed.append(jax.numpy.copy(jax.device_put(piece.copy(), where)))
+        else:
+            one = _destination(where, piece.shape, home.dtype, weak=False)
+            placed.append(_put(one.aval, where, [piece], one.devices, True, False, _COPY))
+    return placed
+
+
+def _typed(piece: np.ndarray, dtype: str) -> np.ndarray:
+    return piece if piece.dtype == _arrays.little(dtype) else converted(piece, dtype)
 
 
 def _default_device() -> Any:

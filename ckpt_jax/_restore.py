@@ -422,7 +422,7 @@ def _as_wanted(value: Any, want: Target) -> Any:
         _place.converted(np.asarray(value), want.dtype) if not isinstance(value, int) else _from_int(value, want.dtype)
     )
     if want.kind == "jax":
-        return _place.place({_chunks.whole(()): array}, want)
+        return _place.place({_chunks.whole(()): array}, want, ())
     return array[()] if want.kind == "generic" else array
 
 
@@ -432,12 +432,13 @@ def _from_int(value: int, dtype: str) -> np.ndarray:
 
 def _read_arrays(place: _storage.Folder, manifest: Manifest, pairs: dict[str, tuple[Leaf, Target]]) -> dict[str, Any]:
     source = _arrays.Source(place / manifest.state, manifest.state_files)
+    buffers = _arrays.Buffers()
     plans: dict[str, _place.Plan] = {}
     values: dict[str, Any] = {}
 
     def requests() -> Iterator[_arrays.Wanted]:
         for name, (leaf, want) in pairs.items():
-            plan = _place.Plan(leaf, want)
+            plan = _place.Plan(leaf, want, buffers)
             if plan.coords:
                 plans[name] = plan
                 yield from _arrays.wanted(name, leaf, plan.coords)
@@ -449,8 +450,8 @@ def _read_arrays(place: _storage.Folder, manifest: Manifest, pairs: dict[str, tu
         plan = plans[chunk.name]
         if data is None:
             bad.append((chunk, found))
-        elif not bad and plan.add(chunk.coords, data):
-            values[chunk.name] = plan.finish()
+        elif not bad and (value := plan.add(chunk.coords, data)) is not None:
+            values[chunk.name] = value
             del plans[chunk.name]
     if bad:
         raise _faults.unreadable(place, manifest, bad)

@@ -109,6 +109,17 @@ class Folder:
             return None
         return found.value[start : start + length] if length >= 0 else found.value[start:]
 
+    def read_into(self, name: str, start: int, buffer: memoryview) -> int:
+        """Fills a buffer from a place in a file (on a file system only); returns how many bytes there were."""
+        fd = os.open(self._path(name), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            done = 0
+            while done < len(buffer) and (count := os.preadv(fd, [buffer[done:]], start + done)):
+                done += count
+            return done
+        finally:
+            os.close(fd)
+
     @_os_errors
     def files(self) -> dict[str, int]:
         """Every file below the folder, by name, with its size."""

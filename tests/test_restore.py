@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ckpt_jax as ck
-from ckpt_jax import _arrays, _place
+from ckpt_jax import _arrays, _place, _storage
 from tests.trees import same
 
 W = np.arange(512 * 64, dtype=np.float32).reshape(512, 64)
@@ -27,10 +27,12 @@ def mesh8() -> jax.sharding.Mesh:
     [(P("x"), P(None, "x")), (P(None, "x"), P("x")), (P("x"), P()), (P(), P("x")), (P("x"), P("x"))],
     ids=str,
 )
-def test_each_chunk_is_read_once(memory, mesh8, monkeypatch, saved, wanted):
+@pytest.mark.parametrize("root", ["files", "store"])
+def test_each_chunk_is_read_once(tmp_path, memory, mesh8, monkeypatch, saved, wanted, root):  # noqa: PLR0917
     """However the target cuts it: saved by rows in 8 and restored by columns in 8, 1.0 reads a chunk."""
-    manifest = ck.save(memory, {"w": jax.device_put(W, NamedSharding(mesh8, saved))})
-    reads: collections.Counter[str] = collections.Counter()
+    path = tmp_path / "1" if root == "files" else memory
+    manifest = ck.save(path, {"w": jax.device_put(W, NamedSharding(mesh8, saved))})
+    reads: collections.Counter[object] = collections.Counter()
 
     class Counting:
         def __init__(self, store):
@@ -40,10 +42,15 @@ def test_each_chunk_is_read_once(memory, mesh8, monkeypatch, saved, wanted):
             reads[key] += 1
             return self.store.read(key)
 
-    open_store = _arrays.open_store
+    def counting(place, name, start, buffer):
+        reads[name, start] += 1
+        return read_into(place, name, start, buffer)
+
+    open_store, read_into = _arrays.open_store, _storage.Folder.read_into
     monkeypatch.setattr(_arrays, "open_store", lambda place: Counting(open_store(place)))
+    monkeypatch.setattr(_storage.Folder, "read_into", counting)
     like = {"w": jax.ShapeDtypeStruct(W.shape, W.dtype, sharding=NamedSharding(mesh8, wanted))}
-    np.testing.assert_array_equal(ck.restore(memory, like)["w"], W)
+    np.testing.assert_array_equal(ck.restore(path, like)["w"], W)
     assert len(reads) == manifest.leaves["w"].chunks == sum(reads.values())
 
 
@@ -52,7 +59,7 @@ def test_another_source_is_asked_where_one_fails(tmp_path):
     tree = {"w": W}
     manifest = ck.save(tmp_path / "1", tree)
     ck.save(tmp_path / "2", {"w": W + 1})
-    place = [_arrays.open_store(_storage_of(tmp_path / step / "state")) for step in ("2", "1")]
+    place = [_arrays.Source(_storage.folder(tmp_path / step / "state"), manifest.state_files) for step in ("2", "1")]
     leaf = manifest.leaves["w"]
     ((_, data, found),) = _arrays.read(_arrays.wanted("w", leaf, [(0, 0)]), place)
     assert found == ""
@@ -60,12 +67,6 @@ def test_another_source_is_asked_where_one_fails(tmp_path):
     ((_, data, found),) = _arrays.read(_arrays.wanted("w", leaf, [(0, 0)]), place[:1])
     assert data is None
     assert found.startswith("digest ")
-
-
-def _storage_of(path):
-    from ckpt_jax import _storage
-
-    return _storage.folder(path)
 
 
 @pytest.mark.parametrize("spec", [P(), P("x"), P(None, "x")], ids=str)

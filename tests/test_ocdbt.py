@@ -1,0 +1,122 @@
+"""The tree of keys, read here as TensorStore reads it."""
+
+import os
+import string
+
+import pytest
+import tensorstore as ts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt_jax import _arrays, _storage
+from ckpt_jax._ocdbt import Tree
+
+
+def written(path, values: dict[bytes, bytes], **config) -> tuple[ts.KvStore, Tree]:
+    spec = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{path}/"}, "config": {"compression": None} | config}
+    store = ts.KvStore.open(spec).result()
+    with ts.Transaction() as transaction:
+        for key, value in values.items():
+            store.with_transaction(transaction)[key] = value
+    place = _storage.folder(path)
+    return store, Tree(place, place.files())
+
+
+def agree(path, store: ts.KvStore, tree: Tree) -> int:
+    """Whether all values are found where they are; gives the number of keys."""
+    keys = store.list().result()
+    assert {key.decode() for key in keys} == dict(tree.files()).keys()
+    for key in keys:
+        value = tree.find(key.decode())
+        assert value is not None
+        data = value.data
+        if data is None:
+            data = (path / value.file).read_bytes()[value.offset : value.offset + value.length]
+        assert data == store[key]
+    return len(keys)
+
+
+@pytest.mark.parametrize("node_bytes", [8 << 20, 2000, 300], ids=["one node", "some", "a deep tree"])
+@pytest.mark.parametrize("inline", [0, 100, 1000])
+def test_every_value_is_found_where_tensorstore_has_it(tmp_path, node_bytes, inline):
+    values = {f"layer{i}/{'w' * (i % 7)}/c/{i}".encode(): bytes([i % 256]) * (i % 300) for i in range(600)}
+    store, tree = written(tmp_path, values, max_inline_value_bytes=inline, max_decoded_node_bytes=node_bytes)
+    assert agree(tmp_path, store, tree) == 600
+    for key in ("", "a", "layer", "layer0/c/", "layer0//c/1", "layer1/w/c/1x", "zzz"):
+        assert tree.find(key) is None
+
+
+def test_what_was_overwritten_or_deleted_is_not_found(tmp_path):
+    store, _ = written(tmp_path, {b"a": b"1", b"b": b"2", b"c": b"3" * 500})
+    store[b"a"] = b"another"
+    del store[b"b"]
+    place = _storage.folder(tmp_path)
+    tree = Tree(place, place.files())
+    assert agree(tmp_path, store, tree) == 2
+    assert tree.find("b") is None
+
+
+def test_an_empty_tree_has_nothing(tmp_path):
+    store, _ = written(tmp_path, {b"a": b"1"})
+    del store[b"a"]
+    place = _storage.folder(tmp_path)
+    assert Tree(place, place.files()).find("a") is None
+    assert Tree(_storage.folder(tmp_path / "nowhere"), []).find("a") is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.dictionaries(st.text(string.printable + "éß", min_size=1, max_size=12), st.binary(max_size=40), min_size=1))
+def test_any_keys(tmp_path_factory, values):
+    path = tmp_path_factory.mktemp("tree")
+    values = {key.encode(): value for key, value in values.items()}
+    store, tree = written(path, values, max_inline_value_bytes=20, max_decoded_node_bytes=200)
+    assert agree(path, store, tree) == len(values)
+
+
+def test_what_is_compressed_is_left_to_tensorstore(tmp_path):
+    _, tree = written(tmp_path, {b"a" * 100: b"b" * 90}, compression={"id": "zstd"})
+    assert tree.find("a" * 100) is None
+    assert list(tree.files()) == []
+
+
+def test_several_processes_trees_are_one(tmp_path):
+    """Their data files keep their places: `ocdbt.process_N/d/…`."""
+    for process in range(3):
+        values = {b"%d/%d" % (process, i): b"x" * 2000 for i in range(50)}
+        written(tmp_path / f"ocdbt.process_{process}", values, **_arrays._CONFIG)
+    place = _storage.folder(tmp_path)
+    _arrays.merge(place, [place / f"ocdbt.process_{i}" for i in range(3)])
+    tree = Tree(place, place.files())
+    assert agree(tmp_path, _arrays.open_store(place), tree) == 150
+    value = tree.find("2/7")
+    assert value is not None
+    assert value.file.startswith("ocdbt.process_2/d/")
+
+
+def test_no_file_is_opened_but_those_that_it_may(tmp_path):
+    """A stranger's tree may point anywhere."""
+    written(tmp_path, {b"a": b"1" * 4096}, max_inline_value_bytes=0)
+    assert Tree(_storage.folder(tmp_path), ["manifest.ocdbt"]).find("a") is None
+
+
+@pytest.mark.parametrize("file", ["manifest", "data"])
+def test_no_flip_or_cut_gives_a_wrong_value(tmp_path, file):
+    store, tree = written(tmp_path, {f"k{i}".encode(): os.urandom(30) for i in range(40)}, max_decoded_node_bytes=400)
+    expected = {f"k{i}": tree.find(f"k{i}").data for i in range(40)}  # pyright: ignore[reportOptionalMemberAccess]
+    assert agree(tmp_path, store, tree) == 40
+    place = _storage.folder(tmp_path)
+    paths = [tmp_path / "manifest.ocdbt"] if file == "manifest" else sorted(tmp_path.glob("d/*"))
+    seen = 0
+    for path in paths:
+        whole = path.read_bytes()
+        damaged = [whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :] for at in range(len(whole))]
+        damaged += [whole[:at] for at in range(0, len(whole), 7)]
+        for data in damaged:
+            path.write_bytes(data)
+            tree = Tree(place, place.files())
+            for key, value in expected.items():
+                found = tree.find(key)
+                assert found is None or found.data == value
+                seen += found is None
+        path.write_bytes(whole)
+    assert seen > 100
