@@ -2,8 +2,9 @@
 
     python benchmarks/one_checkpoint.py [--repeats 5] [--folder DIR]
 
-Every round runs all of them in turn, so that a noisy neighbour hits each alike; the table has medians, and ratios to
-Orbax's in the same run. The state is a GPT-2-small with Adam moments on a 4×2 mesh of virtual CPU devices: 439 leaves.
+Each contender has a process of its own, with the same state in it, and they take turns, one at a time, so that a noisy
+neighbour hits each alike; the table has medians, and ratios to Orbax's in the same run. The state is a GPT-2-small with
+Adam moments on a 4×2 mesh of virtual CPU devices: 439 leaves.
 """
 
 import argparse
@@ -25,13 +26,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import psutil
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from orbax.checkpoint import v1
-
-import ckpt_jax as ck
 
 WIDTH, LAYERS, VOCABULARY, CONTEXT = 768, 12, 50304, 1024
 SMALL = 10_000  # leaves of 64 float32
@@ -113,48 +110,128 @@ def raw_read(path: Path) -> None:
             pass
 
 
-def clean(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
+# --- a contender, in a process of its own -----------------------------------------------------------------------------
 
 
-def measure(runs: dict[str, Callable[[], Any]], repeats: int, before: Callable[[str], None]) -> dict[str, list[float]]:
-    """Seconds of each, `repeats` times in turn, after one round that does not count."""
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for number in range(repeats + 1):
-        for name, run in runs.items():
-            before(name)
-            started = time.perf_counter()
-            result = run()
-            jax.block_until_ready([x for x in jax.tree.leaves(result) if isinstance(x, jax.Array)])
-            if number:
-                seconds[name].append(time.perf_counter() - started)
-            del result
-            print(".", end="", file=sys.stderr, flush=True)
-    return seconds
+def contender(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """How it saves a tree to a path, and how it restores one into a target. Imports nothing of the others."""
+    if name == "ckpt_jax":
+        import ckpt_jax as ck
 
+        return ck.save, ck.restore
+    if name == "orbax v1":
+        from orbax.checkpoint import v1
 
-def saves(folder: Path, tree: Any) -> dict[str, Callable[[], Any]]:
-    def orbax_v0() -> None:
+        return v1.save, v1.load
+    if name == "raw disk":
+        return lambda path, tree: raw_disk(
+            path, sum(x.nbytes for x in jax.tree.leaves(tree))
+        ), lambda path, _: raw_read(path)
+    import orbax.checkpoint as ocp
+
+    def save(path: Path, tree: Any) -> None:
         with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(folder / "orbax v0", tree)
+            checkpointer.save(path, tree)
             checkpointer.wait_until_finished()
 
-    nbytes = sum(x.nbytes for x in jax.tree.leaves(tree))
-    return {
-        "ckpt_jax": lambda: ck.save(folder / "ckpt_jax", tree) and None,
-        "orbax v0": orbax_v0,
-        "orbax v1": lambda: v1.save(folder / "orbax v1", tree),
-        "raw disk": lambda: raw_disk(folder / "raw disk", nbytes),
-    }
+    return save, lambda path, target: ocp.StandardCheckpointer().restore(path, target)
 
 
-def restores(folder: Path, target: Any) -> dict[str, Callable[[], Any]]:
-    return {
-        "ckpt_jax": lambda: ck.restore(folder / "ckpt_jax", target),
-        "orbax v0": lambda: ocp.StandardCheckpointer().restore(folder / "orbax v0", target),
-        "orbax v1": lambda: v1.load(folder / "orbax v1", target),
-        "raw disk": lambda: raw_read(folder / "raw disk"),
-    }
+def tree_of(what: str) -> Any:
+    if what == "big":
+        return state(jax.make_mesh((4, 2), ("data", "model")))
+    draw = np.random.default_rng(0)
+    return {f"l{i}": jnp.asarray(draw.standard_normal(64, dtype=np.float32)) for i in range(SMALL)}
+
+
+def target_of(tree: Any, mesh: str) -> Any:
+    other = jax.make_mesh((2, 4), ("data", "model"))
+    if mesh == "same":
+        return abstract(tree, lambda x: x.sharding)
+    return abstract(tree, lambda x: NamedSharding(other, P("model", "data") if x.ndim == 2 else P()))
+
+
+def serve(name: str, folder: Path) -> None:
+    """Does what it is told, line by line, and answers each with the seconds that it took."""
+    save, restore = contender(name)
+    targets: dict[tuple[str, str], Any] = {}
+    tree = None  # Only while it is to be saved: the others need the memory, and the disk's cache.
+    for line in sys.stdin:
+        verb, what, mesh = line.split()
+        path = folder / f"{name} {what}"
+        if verb == "save":
+            path.unlink() if path.is_file() else shutil.rmtree(path, ignore_errors=True)
+            if tree is None:
+                tree = tree_of(what)
+                targets |= {(what, mesh): target_of(tree, mesh) for mesh in ("same", "turned")}
+        else:
+            tree = None
+        os.sync()  # What others wrote is on the disk: nobody shares it with another's late writes.
+        started = time.perf_counter()
+        result = save(path, tree) if verb == "save" else restore(path, targets[what, mesh])
+        jax.block_until_ready([x for x in jax.tree.leaves(result) if isinstance(x, jax.Array)])
+        print(f"took {time.perf_counter() - started}", flush=True)
+        del result
+
+
+def peak(name: str, verb: str) -> None:
+    """Saves (or restores) once, and prints the peak in MB beyond the state (or beyond what came back)."""
+    save, restore = contender(name)
+    tree = state(jax.make_mesh((4, 2), ("data", "model")))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "checkpoint"
+        if verb == "save":
+            with Peak() as found:
+                save(path, tree)
+            print(found.most / 1e6)
+            return
+        save(path, tree)
+        target = abstract(tree, lambda x: x.sharding)
+        size = sum(s.data.nbytes for x in jax.tree.leaves(tree) for s in x.addressable_shards)
+        del tree
+        with Peak() as found:
+            result = jax.block_until_ready(restore(path, target))
+        del result
+        print((found.most - size) / 1e6)
+
+
+# --- all of them, in turn ---------------------------------------------------------------------------------------------
+
+CONTENDERS = ("ckpt_jax", "orbax v0", "orbax v1", "raw disk")
+
+
+class Child:
+    """A contender's process."""
+
+    def __init__(self, name: str, folder: Path):
+        command = [sys.executable, __file__, "--contender", name, "--folder", str(folder)]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+
+    def ask(self, verb: str, what: str, mesh: str) -> float:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f"{verb} {what} {mesh}\n")
+        self.process.stdin.flush()
+        for line in self.process.stdout:  # A contender may print things of its own.
+            if line.startswith("took "):
+                return float(line.split()[1])
+        raise RuntimeError(f"a contender ended with {self.process.wait()}")
+
+
+def measure(
+    children: dict[str, Child], repeats: int, verb: str, what: str, mesh: str = "same"
+) -> dict[str, list[float]]:
+    """Seconds of each, `repeats` times in turn, after one round that does not count."""
+    seconds: dict[str, list[float]] = {name: [] for name in children}
+    for number in range(repeats + 1):
+        for name, child in children.items():
+            found = child.ask(verb, what, mesh)
+            if number:
+                seconds[name].append(found)
+            print(".", end="", file=sys.stderr, flush=True)
+    return seconds
 
 
 def row(title: str, seconds: dict[str, list[float]]) -> str:
@@ -165,84 +242,48 @@ def row(title: str, seconds: dict[str, list[float]]) -> str:
     return f"| {title} | **{cells[0]}** | {cells[1]} | {cells[2]} | {raw} | {ratios[0]} | {ratios[1]} |"
 
 
-def peak_of(what: str) -> float:
-    """MB of memory at most beyond the state itself, measured in a process of its own."""
-    command = [sys.executable, __file__, "--peak", what]
+def peak_of(name: str, verb: str) -> float:
+    command = [sys.executable, __file__, "--contender", name, "--peak", verb]
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
 
 
-def peak(what: str) -> None:
-    """In a child process: saves (or restores) once, and prints the peak in MB beyond the state (or what came back)."""
-    mesh = jax.make_mesh((4, 2), ("data", "model"))
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        tree = state(mesh)
-        peer, verb = what.split(":")
-        if verb == "save":
-            with Peak() as found:
-                saves(folder, tree)[peer]()
-            print(found.most / 1e6)
-            return
-        saves(folder, tree)[peer]()
-        target = abstract(tree, lambda x: x.sharding)
-        size = sum(s.data.nbytes for x in jax.tree.leaves(tree) for s in x.addressable_shards)
-        del tree
-        with Peak() as found:
-            result = jax.block_until_ready(restores(folder, target)[peer]())
-        del result
-        print((found.most - size) / 1e6)
+def table(folder: Path, repeats: int) -> list[str]:
+    children = {name: Child(name, folder) for name in CONTENDERS}
+    fewer = max(1, repeats - repeats // 3)  # Orbax takes half a minute for each.
+    without_disk = {name: child for name, child in children.items() if name != "raw disk"}
+    lines = [
+        f"1.49 GB in 439 leaves, {os.cpu_count()} cores, {repeats} rounds, medians in seconds",
+        "",
+        "| | ckpt_jax | Orbax v0 | Orbax v1 | raw disk | against v0 | against v1 |",
+        "|---|---|---|---|---|---|---|",
+        row("save, durable", measure(children, repeats, "save", "big")),
+        row("restore, same mesh", measure(children, repeats, "restore", "big")),
+        row("restore, transposed mesh", measure(children, repeats, "restore", "big", "turned")),
+        row(f"save, {SMALL:,} leaves of 256 B", measure(without_disk, fewer, "save", "small")),
+        row(f"restore, {SMALL:,} leaves of 256 B", measure(without_disk, fewer, "restore", "small")),
+    ]
+    for child in children.values():
+        child.process.communicate()
+    for verb in ("save", "restore"):
+        cells = [f"{peak_of(name, verb):.0f} MB" for name in CONTENDERS[:3]]
+        lines.append(f"| {verb}: peak memory beyond the state | **{cells[0]}** | {cells[1]} | {cells[2]} | – | | |")
+    return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--folder", default=None, help="where to write; by default a temporary folder")
+    parser.add_argument("--contender", default=None, help=argparse.SUPPRESS)
     parser.add_argument("--peak", default=None, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.peak:
-        peak(chosen.peak)
-        return
-    mesh, other = jax.make_mesh((4, 2), ("data", "model")), jax.make_mesh((2, 4), ("data", "model"))
-    with tempfile.TemporaryDirectory(dir=chosen.folder) as name:
-        folder = Path(name)
-        big = state(mesh)
-        same = abstract(big, lambda x: x.sharding)
-        turned = abstract(big, lambda x: NamedSharding(other, P("model", "data") if x.ndim == 2 else P()))
-        nbytes = sum(x.nbytes for x in jax.tree.leaves(big))
-        lines = [
-            f"{nbytes / 1e9:.2f} GB in {len(jax.tree.leaves(big))} leaves, {os.cpu_count()} cores, "
-            f"{chosen.repeats} rounds, medians in seconds",
-            "",
-            "| | ckpt_jax | Orbax v0 | Orbax v1 | raw disk | against v0 | against v1 |",
-            "|---|---|---|---|---|---|---|",
-        ]
-        lines.append(row("save, durable", measure(saves(folder, big), chosen.repeats, lambda n: clear(folder / n))))
-        lines.append(row("restore, same mesh", measure(restores(folder, same), chosen.repeats, quiet)))
-        lines.append(row("restore, transposed mesh", measure(restores(folder, turned), chosen.repeats, quiet)))
-        del big
-        draw = np.random.default_rng(0)
-        small = {f"l{i}": jnp.asarray(draw.standard_normal(64, dtype=np.float32)) for i in range(SMALL)}
-        fewer = max(1, chosen.repeats // 2)
-        rows = saves(folder, small)
-        rows.pop("raw disk")
-        lines.append(row(f"save, {SMALL:,} leaves of 256 B", measure(rows, fewer, lambda n: clear(folder / n))))
-        rows = restores(folder, small)
-        rows.pop("raw disk")
-        lines.append(row(f"restore, {SMALL:,} leaves of 256 B", measure(rows, fewer, quiet)))
-    for verb in ("save", "restore"):
-        cells = [f"{peak_of(f'{peer}:{verb}'):.0f} MB" for peer in ("ckpt_jax", "orbax v0", "orbax v1")]
-        lines.append(f"| {verb}: peak memory beyond the state | **{cells[0]}** | {cells[1]} | {cells[2]} | – | | |")
-    print("\n" + "\n".join(lines))
-
-
-def quiet(_: str) -> None:
-    """What others wrote is on the disk: no restore shares it with another's late writes."""
-    os.sync()
-
-
-def clear(path: Path) -> None:
-    path.unlink() if path.is_file() else clean(path)
-    os.sync()
+        peak(chosen.contender, chosen.peak)
+    elif chosen.contender:
+        serve(chosen.contender, Path(chosen.folder))
+    else:
+        with tempfile.TemporaryDirectory(dir=chosen.folder) as folder:
+            print("\n" + "\n".join(table(Path(folder), chosen.repeats)))
 
 
 if __name__ == "__main__":

@@ -330,6 +330,10 @@ def impl_width(impl: str) -> int | None:
         return None
 
 
+def is_registered(value: Any) -> bool:
+    return type(value) in _REGISTERED
+
+
 def decode_registered(value: Any, leaf: Leaf, want: Target) -> Any:
     """The object of a registered type that `value` was encoded from, if one is wanted."""
     if want.like is not None:

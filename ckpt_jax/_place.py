@@ -58,6 +58,8 @@ class Plan:
     def add(self, coords: Shape, data: memoryview) -> Any:
         """Takes one chunk's bytes, which may change afterwards; with the last one the leaf is there, else None."""
         values = np.frombuffer(data, _arrays.little(self.leaf.dtype)).reshape(self.leaf.chunk)
+        if self.device and len(self.coords) == 1 == len(self.boxes) and self.leaf.chunk == self.leaf.shape:
+            return place({self.boxes[0]: values}, self.want, self.leaf.shape)  # As most leaves of large trees are.
         cell = _chunks.cell(coords, self.leaf.chunk, self.leaf.shape)
         self.left -= 1
         for box in self.boxes:

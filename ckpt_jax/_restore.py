@@ -411,7 +411,11 @@ def _read(place: _storage.Folder, manifest: Manifest, pairs: dict[str, tuple[Lea
         raise _faults.damaged(place, faults)
     if stored:
         values |= _read_arrays(place, manifest, stored)
-    return {name: _leaves.decode_registered(value, *pairs[name]) for name, value in values.items()}
+    for name in values:
+        leaf, want = pairs[name]
+        if leaf.type or _leaves.is_registered(want.like):
+            values[name] = _leaves.decode_registered(values[name], leaf, want)
+    return values
 
 
 def _as_wanted(value: Any, want: Target) -> Any:
