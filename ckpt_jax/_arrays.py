@@ -5,7 +5,8 @@ import contextlib
 import functools
 import json
 import sys
-from collections.abc import Collection, Iterable, Iterator
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -231,72 +232,91 @@ class Buffers:
     """Memory of at most `limit` bytes, used again: touching fresh memory may take longer than reading a file."""
 
     def __init__(self, limit: int = WINDOW // 2):
-        self.limit, self.total = limit, 0
-        self.free: list[np.ndarray] = []
+        self._limit, self._total = limit, 0
+        self._free: list[np.ndarray] = []
+        self._lock = threading.Lock()
 
     def take(self, size: int) -> np.ndarray:
         """uint8[size or more]."""
-        for at, buffer in enumerate(self.free):
-            if size <= len(buffer) <= 2 * size:
-                return self.free.pop(at)
-        while self.free and self.total + size > self.limit:
-            self.total -= len(self.free.pop(0))
-        self.total += size
+        with self._lock:
+            for at, buffer in enumerate(self._free):
+                if size <= len(buffer) <= 2 * size:
+                    return self._free.pop(at)
+            while self._free and self._total + size > self._limit:
+                self._total -= len(self._free.pop(0))
+            self._total += size
         return np.empty(size, np.uint8)
 
+    def give(self, buffers: Iterable[np.ndarray]) -> None:
+        with self._lock:
+            self._free.extend(buffers)
 
-Answer = tuple[Wanted, memoryview | None, str]
+
+Use = Callable[[Wanted, memoryview], Any]
 
 
-def read(chunks: Iterable[Wanted], sources: list[Source], window: int = WINDOW // 2) -> Iterator[Answer]:
-    """Reads chunks in order, ahead of the reader by at most `window` bytes.
+def read(
+    chunks: Iterable[Wanted],
+    sources: list[Source],
+    use: Use = lambda chunk, data: True,
+    window: int = WINDOW // 2,
+) -> Iterator[tuple[Wanted, Any, str]]:
+    """Reads chunks, ahead of the reader by at most `window` bytes, and gives them to `use`, some at a time.
 
     A chunk from any source counts if its digest is the right one; else the next source is asked.
 
+    Args:
+        chunks: what to read, in order.
+        sources: where, in order.
+        use: takes a chunk's uncompressed bytes, which are gone when it returns; runs in several threads.
+        window: bytes in flight.
+
     Yields:
-        The chunk, and its uncompressed bytes, which stand there until the next is asked for; or None, and what was
-        found instead.
+        The chunks in order, each with what `use` made of it; or with None, and what was found instead.
     """
     upcoming = iter(chunks)
-    queue: collections.deque[tuple[Wanted, Any, np.ndarray | None]] = collections.deque()
+    queue: collections.deque[tuple[Wanted, Any]] = collections.deque()
     buffers = Buffers(window)
     ahead = 0
     with ThreadPoolExecutor(READERS) as pool:
         while True:
             while ahead < window and len(queue) < AHEAD and (chunk := next(upcoming, None)) is not None:
-                queue.append((chunk, *_ask(chunk, sources[0], pool, buffers)))
+                queue.append((chunk, _ask(chunk, sources[0], use, pool, buffers)))
                 ahead += chunk.size
             if not queue:
                 return
-            chunk, answer, buffer = queue.popleft()
+            chunk, answer = queue.popleft()
             ahead -= chunk.size
-            data, found = answer.result() if isinstance(answer, Future) else _check(chunk, answer)
-            for source in sources if data is None else ():
-                data, found = _check(chunk, source.store.read(chunk.key))
-                if data is not None:
+            result, found = answer.result() if isinstance(answer, Future) else _used(chunk, answer, use)
+            for source in sources if result is None else ():
+                result, found = _used(chunk, source.store.read(chunk.key), use)
+                if result is not None:
                     break
-            yield chunk, data, found
-            if buffer is not None:
-                buffers.free.append(buffer)
+            yield chunk, result, found
 
 
-def _ask(chunk: Wanted, source: Source, pool: ThreadPoolExecutor, buffers: Buffers) -> tuple[Any, np.ndarray | None]:
-    """A chunk's bytes, or a future of them; and the buffer that they come in."""
+def _ask(chunk: Wanted, source: Source, use: Use, pool: ThreadPoolExecutor, buffers: Buffers) -> Any:
+    """A chunk's bytes, a future of them, or a future of what became of them."""
     value = source.find(chunk)
     if value is None:
-        return source.store.read(chunk.key), None
-    if value.data is not None:
-        return value.data, None
+        return source.store.read(chunk.key)
+    return pool.submit(_read_file, chunk, source.place, value, use, buffers) if value.data is None else value.data
+
+
+def _read_file(chunk: Wanted, place: Folder, value: Value, use: Use, buffers: Buffers) -> tuple[Any, str]:
     buffer = buffers.take(value.length)
-    return pool.submit(_read_file, chunk, source.place, value, buffer), buffer
-
-
-def _read_file(chunk: Wanted, place: Folder, value: Value, buffer: np.ndarray) -> tuple[memoryview | None, str]:
     data = buffer[: value.length].data
     try:
-        return _check(chunk, data[: place.read_into(value.file, value.offset, data)])
+        return _used(chunk, data[: place.read_into(value.file, value.offset, data)], use)
     except OSError as error:
         return None, str(error)
+    finally:
+        buffers.give([buffer])
+
+
+def _used(chunk: Wanted, answer: Any, use: Use) -> tuple[Any, str]:
+    data, found = _check(chunk, answer)
+    return (None, found) if data is None else (use(chunk, data), "")
 
 
 def _check(chunk: Wanted, answer: Any) -> tuple[memoryview | None, str]:

@@ -12,6 +12,8 @@ Box = tuple[tuple[int, int], ...]  # (start, stop) along each axis
 CELL_BYTES = 16 << 20
 # Below this, sharing the writing of replicated data costs more in requests than it saves in bytes.
 SHARE_BYTES = 1 << 20
+FINE = 4  # An axis that can only be cut into so many times the parts that are wanted is left to the others,
+LARGEST_BYTES = 1 << 30  # unless cells would be as large as this.
 
 
 def box(index: Sequence[slice], shape: Shape) -> Box:
@@ -61,19 +63,22 @@ def grid(shape: Shape, shard: Shape, itemsize: int, writers: int = 1, cell_bytes
     (256, 768)
     >>> grid((50257, 768), (50257, 768), 4)
     (5026, 768)
+    >>> grid((2 * 50257, 768), (50257, 768), 4)
+    (50257, 77)
     """
     if 0 in shape:
         return tuple(max(1, n) for n in shard)
     size = itemsize * math.prod(shard)
     wanted = max(-(-size // cell_bytes), min(writers, size // SHARE_BYTES), 1)
     chunk = list(shard)
-    # From the outermost axis: such cells are contiguous in the shard's memory.
-    for axis, n in enumerate(shard):
-        if wanted == 1:
-            break
-        parts = _parts(n, wanted, even=n != shape[axis])
-        chunk[axis] = -(-n // parts)
-        wanted = -(-wanted // parts)
+    # From the outermost axis: such cells are contiguous in the shard's memory. An axis of prime length that others'
+    # boxes adjoin would fall into single rows: the next one serves in its place, or cells become larger than asked.
+    for finest, enough in ((FINE, 1), (math.inf, max(1, LARGEST_BYTES // cell_bytes))):
+        for axis, n in enumerate(tuple(chunk)):
+            parts = _parts(n, wanted, even=shard[axis] != shape[axis])
+            if wanted > enough and parts <= finest * wanted:
+                chunk[axis] = -(-n // parts)
+                wanted = -(-wanted // parts)
     return tuple(chunk)
 
 

@@ -7,8 +7,10 @@ written in place, and the manifest, which comes last, is a create-only put that 
 import contextlib
 import json
 import os
+import platform
 import re
 import secrets
+import time
 from dataclasses import dataclass, field
 
 from . import _manifest
@@ -154,6 +156,26 @@ def clear(target: Folder) -> None:
             leftover.remove_if_idle()
 
 
+def clear_all(root: Folder) -> None:
+    """As `clear`, for every name in a root: also what was being deleted when a process was killed."""
+    for base in {name.partition(TMP)[0] for name in root.entries() if TMP in name} if root.local else ():
+        clear(root / base)
+
+
+def mark_bad(place: Folder, why: str) -> None:
+    """Marks a committed step, so that nobody takes it for a good one again; it is not deleted."""
+    told = {"why": why, "time": time.time(), "host": platform.node(), "pid": os.getpid()}
+    with contextlib.suppress(OSError):  # A root that is read-only: then it is found damaged again the next time.
+        place.replace(BAD, json.dumps(told).encode() + b"\n")
+
+
+def point_back(place: Folder) -> None:
+    """Makes LATEST name a step although a later one was named."""
+    manifest = load(place)
+    place.parent.unlink(LATEST)
+    point(place, manifest)
+
+
 # --- an attempt -------------------------------------------------------------------------------------------------------
 
 
@@ -258,7 +280,10 @@ def commit(attempt: Attempt, manifest: Manifest) -> None:
         for path in old - {_manifest.NAME}:
             attempt.target.unlink(path)
     elif not attempt.target.create(_manifest.NAME, data):
-        raise Exists(f"{attempt.target} came to be while this save was under way")
+        raise Exists(
+            f"{attempt.target} came to be while this save was under way",
+            hint="does another process save to the same path? The first one counts",
+        )
     attempt.close()
     point(attempt.target, manifest)
 

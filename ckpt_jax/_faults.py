@@ -7,20 +7,19 @@ from ._storage import Folder
 from .errors import Corrupt, Fault, NotFound
 
 
-def damaged(place: Folder, faults: list[Fault]) -> Corrupt:
-    """What to say about a checkpoint whose bytes are not the ones that were saved."""
-    above = "" if _commit.step_of(place.name) is None else f"`ckpt-jax ls {place.parent}` lists older steps; "
-    return Corrupt(
-        f"{place} is damaged in {len(faults)} place{'s' * (len(faults) != 1)}",
-        faults,
-        hint=f"{above}`ckpt-jax verify {place}` checks every chunk",
-    )
+def damaged(place: Folder, faults: list[Fault], *, verified: bool = False) -> Corrupt:
+    """What to say about a checkpoint whose bytes are not the ones that were saved; `verified` if all were looked at."""
+    hints = [] if _commit.step_of(place.name) is None else [f"`ckpt-jax ls {place.parent}` lists older steps"]
+    hints += [] if verified else [f"`ckpt-jax verify {place}` checks every chunk"]
+    many = f"{len(faults)} place{'s' * (len(faults) != 1)}"
+    return Corrupt(f"{place} is damaged in {many}", faults, hint="; ".join(hints))
 
 
 def gone(place: Folder) -> NotFound:
     """What to say when a checkpoint vanished under a reader."""
     return NotFound(
-        f"{place} was deleted while being read", hint="`ckpt-jax ls` on the folder above lists what is there"
+        f"{place} was replaced or deleted while being read",
+        hint="if it was replaced, try again; `ckpt-jax ls` on the folder above lists what is there",
     )
 
 

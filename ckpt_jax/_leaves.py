@@ -120,12 +120,25 @@ def encode(value: Any) -> Encoded:
     if kind in (np.ndarray, np.memmap):
         return Encoded(Leaf("array", dtype=_dtype_name(value.dtype), shape=value.shape, host="numpy"), value)
     if kind in _REGISTERED:
-        inner = encode(_REGISTERED[kind].encode(value))
+        plain = _REGISTERED[kind].encode(value)
+        if type(plain) in _REGISTERED:
+            raise _Refused(f"a {type_name(value)}, whose `encode` gives a {type_name(plain)}, which is registered too")
+        try:
+            inner = encode(plain)
+        except _Refused as refused:
+            raise _Refused(f"a {type_name(value)}, whose `encode` gives {refused}") from refused
         inner.leaf.type = type_name(value)
         return inner
     if is_live(value):
         return Encoded(_encode_live(value))
+    if hasattr(value, "__iter__") and is_live(_an_iterator(value)):
+        raise _Refused(f"a {type_name(value)}, which has no position; save the iterator that iter(…) gives of it")
     raise _Refused(_why_not(value))
+
+
+def _an_iterator(value: Any) -> Any:
+    """What `iter` gives, for grain's loaders and datasets only: others may do who knows what."""
+    return iter(value) if type(value).__module__.partition(".")[0] == "grain" else None
 
 
 def _why_not(value: Any) -> str:

@@ -95,6 +95,13 @@ class File(msgspec.Struct, omit_defaults=True, array_like=True, gc=False):
     digest: str = ""
 
 
+class Health(msgspec.Struct, array_like=True, gc=False):
+    """How the values of a leaf of floats were: its Euclidean norm over the finite ones, and how many were not."""
+
+    norm: float = 0.0
+    nonfinite: int = 0
+
+
 class Manifest(msgspec.Struct, omit_defaults=True):
     """Everything about one checkpoint but the bytes of its arrays.
 
@@ -110,6 +117,8 @@ class Manifest(msgspec.Struct, omit_defaults=True):
         files: path in the folder -> `File`, of everything but the manifest.
         seconds: how long the phases of the save took.
         metrics, metadata: what the user gave, packed.
+        milestone: whether it was saved to stay for ever.
+        health: name -> `Health` of each leaf of floats, where it was looked at.
         seal: SHA-256 of all that stands before it.
     """
 
@@ -126,6 +135,8 @@ class Manifest(msgspec.Struct, omit_defaults=True):
     files: dict[str, File] = {}
     seconds: dict[str, float] = {}
     metrics: dict[str, Any] = {}
+    milestone: bool = False
+    health: dict[str, Health] = {}
     metadata: Any = None
     seal: str = ""
 
@@ -152,6 +163,7 @@ class Part(msgspec.Struct):
     live: dict[str, Any]  # This process's state of each live leaf.
     shared: dict[str, str]  # Digest of each leaf that every process holds for itself, and must hold alike.
     tree: str  # Digest of the structure and of every leaf's shape and dtype.
+    health: dict[str, tuple[float, int]] = {}  # Sum of squares and count of NaN and infinity, of this process's chunks.
 
 
 def itemsize(dtype: str) -> int:

@@ -168,16 +168,16 @@ class Checkpoint(Mapping[str, LazyArray]):
             self._source = _arrays.Source(self._place / self.manifest.state, self.manifest.state_files)
         values = np.empty(_chunks.extent(box), leaf.dtype)
         requests = _arrays.wanted(name, leaf, _chunks.covering(box, leaf.chunk))
-        bad = []
-        for chunk, data, found in _arrays.read(requests, [self._source]):
-            if data is None:
-                bad.append((chunk, found))
-                continue
+
+        def use(chunk: _arrays.Wanted, data: memoryview) -> bool:
             cell = _chunks.cell(chunk.coords, leaf.chunk, leaf.shape)
-            shared = _chunks.overlap(box, cell)
-            if shared is not None:
+            if (shared := _chunks.overlap(box, cell)) is not None:
                 source = np.frombuffer(data, _arrays.little(leaf.dtype)).reshape(leaf.chunk)
                 values[_chunks.slices(shared, box)] = source[_chunks.slices(shared, cell)]
+            return True
+
+        answers = _arrays.read(requests, [self._source], use)
+        bad = [(chunk, found) for chunk, done, found in answers if done is None]
         if bad:
             raise _faults.unreadable(self._place, self.manifest, bad)
         return values[rest]

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import threading
 from typing import Any, NamedTuple
 
 import jax
@@ -42,60 +43,119 @@ def _needs(shape: Shape, chunk: Shape, sharding: Any) -> tuple[list[Box], list[S
 Piece = Any  # np.ndarray, or a list of the jax arrays that the devices have of it already.
 
 
+class Staging:
+    """Host memory in which pieces for devices are put together, of about `limit` bytes in all.
+
+    A leaf waits for those before it, never for later ones, whose chunks may not even be asked for yet.
+    """
+
+    def __init__(self, limit: int = _arrays.WINDOW // 2):
+        self._buffers, self._limit = _arrays.Buffers(limit), limit
+        self._held: dict[int, list[np.ndarray]] = {}
+        self._changed = threading.Condition()
+
+    def take(self, turn: int, size: int) -> np.ndarray:
+        """uint8[size or more] for the leaf whose turn it is."""
+        with self._changed:
+            while min(self._held, default=turn) < turn and self._used() + size > self._limit:
+                self._changed.wait()
+            self._held.setdefault(turn, []).append(self._buffers.take(size))
+            return self._held[turn][-1]
+
+    def give_back(self, turn: int) -> None:
+        """All that a leaf has taken."""
+        with self._changed:
+            self._buffers.give(self._held.pop(turn, []))
+            self._changed.notify_all()
+
+    def _used(self) -> int:
+        return sum(len(buffer) for held in self._held.values() for buffer in held)
+
+
 class Plan:
     """How one leaf is put together: the boxes that this process needs, and the chunks that cover them."""
 
-    __slots__ = ("boxes", "buffers", "coords", "device", "leaf", "left", "pieces", "rented", "want")
+    __slots__ = ("boxes", "coords", "given_up", "home", "leaf", "left", "lock", "pieces", "staging", "turn", "want")
 
-    def __init__(self, leaf: Leaf, want: Target, buffers: _arrays.Buffers):
-        self.leaf, self.want, self.buffers = leaf, want, buffers
-        self.rented: list[np.ndarray] = []
-        self.device = want.kind in ("jax", "key")
-        self.boxes, self.coords = _needs(leaf.shape, leaf.chunk, want.sharding if self.device else None)
+    def __init__(self, leaf: Leaf, want: Target, staging: Staging, turn: int = 0):
+        self.leaf, self.want, self.staging, self.turn = leaf, want, staging, turn
+        # Found out here, in the caller's thread: what JAX is set up to may differ from thread to thread.
+        self.home = _home(want, leaf.shape) if want.kind in ("jax", "key") else None
+        self.boxes, self.coords = _needs(leaf.shape, leaf.chunk, want.sharding if self.home else None)
         self.pieces: dict[Box, Piece] = {}
-        self.left = len(self.coords)
+        self.left, self.given_up = len(self.coords), False
+        self.lock = threading.Lock()
 
-    def add(self, coords: Shape, data: memoryview) -> Any:
-        """Takes one chunk's bytes, which may change afterwards; with the last one the leaf is there, else None."""
+    def add(self, coords: Shape, data: memoryview) -> bool:
+        """Takes one chunk's bytes; says whether the leaf can be finished. Chunks may come in several threads."""
+        if self.given_up:
+            return False
         values = np.frombuffer(data, _arrays.little(self.leaf.dtype)).reshape(self.leaf.chunk)
-        if self.device and len(self.coords) == 1 == len(self.boxes) and self.leaf.chunk == self.leaf.shape:
-            return place({self.boxes[0]: values}, self.want, self.leaf.shape)  # As most leaves of large trees are.
         cell = _chunks.cell(coords, self.leaf.chunk, self.leaf.shape)
-        self.left -= 1
         for box in self.boxes:
-            if box == cell and self.device:  # Just one piece: no copy but the one to the device.
-                piece = values[tuple(map(slice, _chunks.extent(cell)))]
-                self.pieces[box] = _shards(piece, box, _home(self.want, self.leaf.shape)) if self.left else piece
+            if box == cell and self.home is not None:  # Just one piece: no copy but the one to the devices.
+                self.pieces[box] = _shards(values[_up_to(cell)], box, self.home)
             elif (shared := _chunks.overlap(box, cell)) is not None:
-                if box not in self.pieces:
-                    self.pieces[box] = self._empty(box)
-                self.pieces[box][_chunks.slices(shared, box)] = values[_chunks.slices(shared, cell)]
-        return None if self.left else self.finish()
+                self._piece(box)[_chunks.slices(shared, box)] = values[_chunks.slices(shared, cell)]
+        with self.lock:
+            self.left -= 1
+            last = self.left == 0
+        if last and self.home is not None:
+            for box, piece in self.pieces.items():
+                self.pieces[box] = piece if isinstance(piece, list) else _shards(piece, box, self.home)
+            self.staging.give_back(self.turn)
+        return last
+
+    def give_up(self) -> None:
+        """A chunk is not to be had: the leaf will not be finished, and others may need the memory."""
+        self.given_up = True
+        self.staging.give_back(self.turn)
 
     def finish(self) -> Any:
         """The leaf, once all its chunks are there."""
         for box in self.boxes:
-            if box not in self.pieces:  # Nothing covers a box without elements.
-                self.pieces[box] = self._empty(box)
-        value = place(self.pieces, self.want, self.leaf.shape)
-        self.buffers.free += self.rented
-        self.pieces, self.rented = {}, []
-        return value
+            self._piece(box)  # Nothing covers a box without elements.
+        return _assembled(self.pieces, self.want, self.home)
 
-    def _empty(self, box: Box) -> np.ndarray:
-        """Memory for a piece; what goes on to a device is copied there, so its memory serves again."""
-        shape, dtype = _chunks.extent(box), np.dtype(self.leaf.dtype)
-        if not self.device:
-            return np.empty(shape, dtype)
-        size = math.prod(shape) * dtype.itemsize
-        self.rented.append(self.buffers.take(size))
-        return self.rented[-1][:size].view(dtype).reshape(shape)
+    def alone(self, data: memoryview) -> Any:
+        """The leaf from its only chunk, which is all that this process needs of it: most leaves of most trees."""
+        values = np.frombuffer(data, _arrays.little(self.leaf.dtype)).reshape(self.leaf.chunk)
+        cell = _chunks.cell(self.coords[0], self.leaf.chunk, self.leaf.shape)
+        piece = values[_up_to(cell)]
+        return _assembled({self.boxes[0]: piece if self.home else piece.copy()}, self.want, self.home)
+
+    @property
+    def is_alone(self) -> bool:
+        return len(self.coords) == 1 == len(self.boxes) and self.boxes[0] == _chunks.whole(self.leaf.shape)
+
+    def _piece(self, box: Box) -> Piece:
+        """What there is of a box. What goes on to a device is copied there, so its memory serves again."""
+        with self.lock:
+            if box not in self.pieces:
+                shape, dtype = _chunks.extent(box), np.dtype(self.leaf.dtype)
+                if self.home is None:
+                    self.pieces[box] = np.empty(shape, dtype)
+                else:
+                    size = math.prod(shape) * dtype.itemsize
+                    self.pieces[box] = self.staging.take(self.turn, size)[:size].view(dtype).reshape(shape)
+            return self.pieces[box]
 
 
-def place(pieces: dict[Box, Piece], want: Target, shape: Shape) -> Any:
-    """A leaf of the kind that is wanted, from its pieces; `shape` is that of a key's data, or the leaf's own."""
-    if want.kind in ("jax", "key"):
-        array = _on_devices(pieces, want, _home(want, shape))
+def _up_to(cell: Box) -> tuple[Any, ...]:
+    """The part of a chunk that lies in the array; never a scalar, which the index `()` would give."""
+    return *map(slice, _chunks.extent(cell)), ...
+
+
+def place(value: np.ndarray, want: Target) -> Any:
+    """A leaf of the kind that is wanted, from its whole value."""
+    home = _home(want, value.shape) if want.kind == "jax" else None
+    return _assembled({_chunks.whole(value.shape): value}, want, home)
+
+
+def _assembled(pieces: dict[Box, Piece], want: Target, home: "_Home | None") -> Any:
+    """A leaf of the kind that is wanted, from its pieces."""
+    if home is not None:
+        array = _on_devices(pieces, want, home)
         if want.kind == "jax":
             return array
         return jax.random.wrap_key_data(array, impl=want.dtype.removeprefix("key<").removesuffix(">"))
@@ -106,10 +166,44 @@ def place(pieces: dict[Box, Piece], want: Target, shape: Shape) -> Any:
     return piece[()] if want.kind == "generic" else piece
 
 
+class Unfit(Exception):
+    """Values that the dtype which a cast asks for cannot hold."""
+
+
 def converted(values: np.ndarray, dtype: str) -> np.ndarray:
-    """The values in another dtype, which somebody asked for: what does not fit in it is not worth a warning."""
+    """The values in another dtype, which somebody asked for: rounded, but none wrapped or made infinite.
+
+    Raises:
+        Unfit: some are out of its range; says how many, and which is the first.
+    """
     with np.errstate(all="ignore"):
-        return values.astype(dtype)
+        result = values.astype(dtype)
+        lost = _lost(values, result)
+    if lost.any():
+        first = values[lost].flat[0]
+        count = int(lost.sum())
+        raise Unfit(f"{count:,} value{'s' * (count != 1)} that {dtype} cannot hold, such as {first}")
+    return result
+
+
+def _lost(values: np.ndarray, result: np.ndarray) -> np.ndarray:
+    """Where a value did not survive a cast but by rounding."""
+    issub = jax.numpy.issubdtype
+    if result.dtype == bool:
+        return ~np.isin(values, [0, 1])
+    if issub(result.dtype, np.integer):
+        bounds = jax.numpy.iinfo(result.dtype)
+        if issub(values.dtype, np.integer) or values.dtype == bool:
+            wide = values.astype(object) if values.dtype.itemsize == 8 else values.astype(np.int64)
+            return np.asarray((wide < int(bounds.min)) | (wide > int(bounds.max)), bool)
+        # A float may round up to 2**63 where 2**63 - 1 is meant, hence the comparison from below.
+        whole = np.trunc(values.astype(np.float64))
+        return ~((whole >= float(bounds.min)) & (whole < float(int(bounds.max) + 1)))
+    if issub(values.dtype, np.inexact) or values.dtype.kind in "iu":
+        largest = float(jax.numpy.finfo(result.dtype).max)
+        sizes = np.abs(values.astype(np.complex128 if np.iscomplexobj(values) else np.float64))
+        return np.isfinite(sizes) & (~np.isfinite(result) | (sizes > 1.5 * largest))
+    return np.zeros(values.shape, bool)
 
 
 @functools.cache
@@ -149,7 +243,8 @@ def _destination(where: Any, shape: Shape, dtype: str, *, weak: bool) -> _Home:
 def _on_devices(pieces: dict[Box, Piece], want: Target, home: _Home) -> jax.Array:
     """A jax array of its own memory, committed or not, with the weak type that is asked for."""
     if _put is None and not want.committed:
-        return jax.numpy.array(_typed(pieces[home.boxes[0]], home.dtype).copy())
+        (piece,) = pieces.values()
+        return jax.numpy.array(piece[0] if isinstance(piece, list) else _typed(piece, home.dtype).copy())
     # One call for all, but where some devices share a piece: then jaxlib 0.10.2 raises `bad_function_call`.
     at_once = len(pieces) == len(home.boxes) or home.sharding.is_fully_replicated
     if _put is not None and at_once and all(isinstance(piece, np.ndarray) for piece in pieces.values()):

@@ -7,8 +7,10 @@ from typing import Any
 from .errors import CheckpointError, Fault, Unsupported
 
 TIMEOUT = 600.0  # Seconds for which one process waits for another before it reports it.
+FAREWELL = 10.0  # Seconds for which process 0 waits until all have read what became of a save.
 
 _calls = itertools.count()  # Every process saves the same checkpoints in the same order: this numbers them.
+_late: list[str] = []  # Whose messages still stand in the service, because not all had left in time.
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,30 +21,44 @@ class Group:
     count: int = 1
     client: Any = None
     tag: str = ""
+    timeout: float = TIMEOUT
 
     def publish(self, key: str, message: str) -> None:
         if self.client is not None:
             self.client.key_value_set(f"{self.tag}/{key}", message)
 
-    def wait(self, key: str, *, process: int, phase: str, timeout: float = TIMEOUT) -> str:
+    def wait(self, key: str, *, process: int, phase: str) -> str:
         """Another process's message.
 
         Raises:
             CheckpointError: it did not come in time; names the process and the phase.
         """
         try:
-            return self.client.blocking_key_value_get(f"{self.tag}/{key}", int(timeout * 1000))
+            return self.client.blocking_key_value_get(f"{self.tag}/{key}", int(self.timeout * 1000))
         except Exception as error:
             raise CheckpointError(
-                f"process {process} did not get through the phase `{phase}` within {timeout:g} s",
+                f"process {process} did not get through the phase `{phase}` within {self.timeout:g} s",
                 [Fault(f"process {process}", f"a message after `{phase}`", str(error).partition("\n")[0][:200])],
                 hint="see that process's own log; nothing was committed",
             ) from error
 
-    def forget(self, key: str) -> None:
-        """Deletes a message once everyone has read it: a month of saves must leave nothing in the service."""
-        if self.client is not None:
-            self.client.key_value_delete(f"{self.tag}/{key}")
+    def part(self) -> None:
+        """Ends it here. Once all have, process 0 deletes the messages: a month of saves leaves none in the service."""
+        if self.client is None:
+            return
+        if self.index:
+            self.publish(f"parted/{self.index}", "")
+            return
+        try:
+            for process in range(1, self.count):
+                self.client.blocking_key_value_get(f"{self.tag}/parted/{process}", int(FAREWELL * 1000))
+        except Exception:  # noqa: BLE001  Someone died or is late: the next one that all leave takes these along.
+            _late.append(self.tag)
+            return
+        # Each process leaves one before the next, so all have left those before this one too.
+        for tag in [self.tag, *_late]:
+            self.client.key_value_delete(tag)
+        _late.clear()
 
 
 def here() -> tuple[int, int]:
@@ -55,8 +71,8 @@ def here() -> tuple[int, int]:
     return jax.process_index(), jax.process_count()
 
 
-def group() -> Group:
-    """The group for one save.
+def group(timeout: float = TIMEOUT) -> Group:
+    """The group for one save; all processes ask for theirs in the same order.
 
     Raises:
         Unsupported: there are several processes and no service through which they could agree.
@@ -70,7 +86,17 @@ def group() -> Group:
             f"{count} processes cannot agree on a checkpoint without JAX's coordination service",
             hint="call jax.distributed.initialize() first",
         )
-    return Group(index, count, client, f"ckpt_jax/{next(_calls)}")
+    return Group(index, count, client, f"ckpt_jax/{next(_calls)}", timeout)
+
+
+def client() -> Any:
+    """JAX's coordination service; None where there is just one process."""
+    return _distributed().client if here()[1] > 1 else None
+
+
+def preemption_service() -> bool:
+    """Whether JAX itself hears of preemptions, and tells all processes."""
+    return here()[1] > 1 and getattr(_distributed(), "preemption_sync_manager", None) is not None
 
 
 def _distributed() -> Any:

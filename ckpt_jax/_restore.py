@@ -13,7 +13,6 @@ import numpy as np
 
 from . import (
     _arrays,
-    _chunks,
     _commit,
     _faults,
     _leaves,
@@ -58,7 +57,8 @@ def restore(
             among them come back as they are.
         on_missing: `"keep"` takes what `like` holds where the checkpoint has no such leaf.
         on_extra: `"ignore"` leaves out what the checkpoint has beyond `like`.
-        cast: convert a leaf to the dtype that `like` holds, instead of refusing it.
+        cast: convert a leaf to the dtype that `like` holds, instead of refusing it. Values are rounded; one that
+            would wrap or become infinite is a Mismatch.
 
     Returns:
         A new tree, bit for bit what was saved; its arrays own their memory and can be donated.
@@ -82,6 +82,23 @@ def restore(
     wanted = _check_only(only, place, manifest, like)
     if like is None:
         return _without_target(place, manifest, sharding, wanted)
+    return fetch(
+        place, manifest, like, sharding=sharding, wanted=wanted, on_missing=on_missing, on_extra=on_extra, cast=cast
+    )()
+
+
+def fetch(
+    place: _storage.Folder,
+    manifest: Manifest,
+    like: Any,
+    *,
+    sharding: ShardingLike = None,
+    wanted: Callable[[str], bool] = lambda name: True,
+    on_missing: str = "error",
+    on_extra: str = "error",
+    cast: bool = False,
+) -> Callable[[], Any]:
+    """Reads all that `restore` reads; what it returns sets the live objects and gives the tree."""
     flat = _tree.flatten(like)
     targets, faults = _leaves.targets({name: leaf for name, leaf in flat.leaves.items() if wanted(name)})
     targets = _on(targets, _sharding_of(sharding, flat))
@@ -101,8 +118,12 @@ def restore(
             hint=f"`ckpt-jax show {place}` lists what was saved",
         )
     values = kept | _read(place, manifest, pairs)
-    _set_live(pairs, values)
-    return flat.unflatten(values)
+
+    def finish() -> Any:
+        _set_live(pairs, values)
+        return flat.unflatten(values)
+
+    return finish
 
 
 def _check_arguments(on_missing: str, on_extra: str, sharding: Any, cast: Any) -> None:
@@ -252,7 +273,11 @@ def _scalar_fits(leaf: Leaf, want: Target, fault: Callable[..., Fault], *, cast:
     if exact:
         return None
     return (
-        None if cast and _castable(value, want.dtype) else fault(f"{want.dtype} does not hold {_values.shown(value)}")
+        None
+        if cast and _castable(value, want.dtype)
+        else fault(
+            f"{want.dtype} does not hold {_values.shown(value)}" + ("" if cast else "; cast=True takes what is nearest")
+        )
     )
 
 
@@ -288,7 +313,7 @@ def _castable(value: Any, dtype: str) -> bool:
         return False
     try:
         _place.converted(np.asarray(value), dtype)
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError, _place.Unfit):
         return False
     return True
 
@@ -337,7 +362,11 @@ def _on(targets: dict[str, Target], sharding: Callable[[str, Any, Any], Any]) ->
     placed = {}
     for name, want in targets.items():
         if want.kind in ("jax", "key", "numpy", "generic"):
-            found = sharding(name, want.shape, want.dtype)
+            try:
+                found = sharding(name, want.shape, want.dtype)
+            except Exception as error:
+                error.add_note(f"raised by `sharding` for the leaf {name}, {want}")
+                raise
             if found is not None:
                 if not isinstance(found, jax.sharding.Sharding):
                     raise TypeError(f"sharding for {name} is a jax.sharding.Sharding or None, not {found!r}")
@@ -426,7 +455,7 @@ def _as_wanted(value: Any, want: Target) -> Any:
         _place.converted(np.asarray(value), want.dtype) if not isinstance(value, int) else _from_int(value, want.dtype)
     )
     if want.kind == "jax":
-        return _place.place({_chunks.whole(()): array}, want, ())
+        return _place.place(array, want)
     return array[()] if want.kind == "generic" else array
 
 
@@ -436,27 +465,42 @@ def _from_int(value: int, dtype: str) -> np.ndarray:
 
 def _read_arrays(place: _storage.Folder, manifest: Manifest, pairs: dict[str, tuple[Leaf, Target]]) -> dict[str, Any]:
     source = _arrays.Source(place / manifest.state, manifest.state_files)
-    buffers = _arrays.Buffers()
+    staging = _place.Staging()
     plans: dict[str, _place.Plan] = {}
     values: dict[str, Any] = {}
+    unfit: dict[str, Fault] = {}
 
     def requests() -> Iterator[_arrays.Wanted]:
-        for name, (leaf, want) in pairs.items():
-            plan = _place.Plan(leaf, want, buffers)
+        for turn, (name, (leaf, want)) in enumerate(pairs.items()):
+            plan = _place.Plan(leaf, want, staging, turn)
             if plan.coords:
                 plans[name] = plan
                 yield from _arrays.wanted(name, leaf, plan.coords)
             else:
                 values[name] = plan.finish()
 
-    bad: list[tuple[_arrays.Wanted, str]] = []
-    for chunk, data, found in _arrays.read(requests(), [source]):
+    def use(chunk: _arrays.Wanted, data: memoryview) -> Any:
         plan = plans[chunk.name]
-        if data is None:
+        try:
+            return (plan.alone(data),) if plan.is_alone else plan.add(chunk.coords, data)
+        except _place.Unfit as error:
+            unfit[chunk.name] = Fault(chunk.name, f"values that fit in {plan.want.dtype}", str(error))
+            plan.give_up()
+            return False
+
+    bad: list[tuple[_arrays.Wanted, str]] = []
+    for chunk, done, found in _arrays.read(requests(), [source], use):
+        if done is None:
             bad.append((chunk, found))
-        elif not bad and (value := plan.add(chunk.coords, data)) is not None:
-            values[chunk.name] = value
-            del plans[chunk.name]
+            plans[chunk.name].give_up()
+        elif isinstance(done, tuple):
+            values[chunk.name] = done[0]
+        elif done and not bad and not unfit:
+            values[chunk.name] = plans.pop(chunk.name).finish()
     if bad:
         raise _faults.unreadable(place, manifest, bad)
+    if unfit:
+        raise Mismatch(
+            f"a cast would change what is saved at {place}", unfit.values(), hint="restore such leaves in a wider dtype"
+        )
     return values

@@ -1,6 +1,15 @@
-"""A root of checkpoints: which steps are there (no JAX)."""
+"""A root of checkpoints: which steps are there, and which may go (no JAX)."""
 
-from . import _commit, _storage
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from . import _commit, _storage, _values
+from .errors import CheckpointError
+
+DAY = 86_400.0  # Seconds.
 
 
 def steps(root: _storage.PathLike, *, bad: bool = False) -> list[int]:
@@ -34,3 +43,194 @@ def latest(root: _storage.PathLike) -> str | None:
     """
     found = _commit.latest(_storage.folder(root))
     return found.url if found is not None else None
+
+
+# --- which may go -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The steps at which a metric was best.
+
+    Attributes:
+        metric: its name in the `metrics` that were given to `Saver.step`.
+        count: how many of them to keep.
+        mode: whether the smallest or the largest value is best. NaN never is.
+    """
+
+    metric: str
+    count: int = 1
+    mode: Literal["min", "max"] = "min"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.metric, str) or not self.metric:
+            raise TypeError(f"metric is a metric's name, not {self.metric!r}")
+        _count("count", self.count)
+        if self.mode not in ("min", "max"):
+            raise ValueError(f'mode is "min" or "max", not {self.mode!r}')
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Which checkpoints stay: a step stays if any of these asks for it. The newest good one always does.
+
+    Attributes:
+        last: the newest so many; 0 for no more than the newest.
+        daily: of each of the last so many days (UTC) that have checkpoints, the newest one.
+        every: all steps that this divides.
+        best: those at which a metric was best.
+        milestones: steps that stay for ever, as do those that were saved with `milestone=True`.
+
+    >>> import ckpt_jax as ck
+    >>> ck.Keep(last=3, daily=14, every=10_000, best=ck.Best("loss", count=2))
+    Keep(last=3, daily=14, every=10000, best=Best(metric='loss', count=2, mode='min'), milestones=())
+    """
+
+    last: int = 3
+    daily: int = 0
+    every: int | None = None
+    best: Best | None = None
+    milestones: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        _count("last", self.last, least=0)
+        _count("daily", self.daily, least=0)
+        if self.every is not None:
+            _count("every", self.every)
+        if self.best is not None and not isinstance(self.best, Best):
+            raise TypeError(f'best is a ckpt_jax.Best, such as Best("loss"), not {self.best!r}')
+        for step in self.milestones:
+            _count("a milestone", step, least=0)
+        object.__setattr__(self, "milestones", tuple(self.milestones))
+
+
+def _count(name: str, value: Any, least: int = 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is an int, not {value!r}")
+    if value < least:
+        raise ValueError(f"{name} is {least} or more, not {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known of a committed step: when it was saved, how its metrics stood, whether it is a milestone."""
+
+    time: float = 0.0
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    milestone: bool = False
+
+
+def kept(facts: Mapping[int, Facts], keep: Keep) -> list[int]:
+    """The steps that stay, of those that are there.
+
+    >>> kept({step: Facts() for step in (1, 2, 3, 4)}, Keep(last=2))
+    [3, 4]
+    """
+    found = sorted(facts)
+    stay = set(found[-max(1, keep.last) :])
+    stay |= {step for step in found if keep.every is not None and step % keep.every == 0}
+    stay |= {step for step in found if step in keep.milestones or facts[step].milestone}
+    stay |= set(_newest_of_days(facts, keep.daily))
+    if keep.best is not None:
+        stay |= set(_best(facts, keep.best))
+    return sorted(stay)
+
+
+def _newest_of_days(facts: Mapping[int, Facts], days: int) -> Sequence[int]:
+    newest: dict[int, int] = {}
+    for step in sorted(facts, key=lambda step: (facts[step].time, step)):
+        newest[int(facts[step].time // DAY)] = step
+    return [newest[day] for day in sorted(newest)[-days:]] if days else []
+
+
+def _best(facts: Mapping[int, Facts], best: Best) -> Sequence[int]:
+    values = {step: _number(known.metrics.get(best.metric)) for step, known in facts.items()}
+    sign = 1 if best.mode == "min" else -1
+    # Of equal ones the later: it has seen more.
+    ranked = sorted((sign * value, -step) for step, value in values.items() if not math.isnan(value))
+    return [-step for _, step in ranked[: best.count]]
+
+
+def _number(value: Any) -> float:
+    """A metric as a number; NaN for what is none."""
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+
+
+def prune(root: _storage.PathLike, keep: Keep, *, dry_run: bool = False) -> list[int]:
+    """Deletes the checkpoints that `keep` does not ask for, and what killed saves left behind.
+
+    The newest good step always stays. Steps that are damaged, or were marked as such, are neither counted nor deleted.
+    A deletion that is interrupted leaves nothing that looks like a checkpoint; the next `prune` or save removes it.
+
+    Args:
+        root: a folder of checkpoints.
+        keep: which stay.
+        dry_run: delete nothing.
+
+    Returns:
+        The steps that were deleted (or would be), in ascending order.
+
+    >>> import numpy as np, ckpt_jax as ck
+    >>> for step in (100, 200, 300):
+    ...     _ = ck.save(f"memory://docs/prune/{step}", {"w": np.zeros(3)})
+    >>> ck.prune("memory://docs/prune", ck.Keep(last=1, every=200))
+    [100]
+    >>> ck.steps("memory://docs/prune")
+    [200, 300]
+    """
+    if not isinstance(keep, Keep):
+        raise TypeError(f"keep is a ckpt_jax.Keep, such as Keep(last=3), not {keep!r}")
+    place = _storage.folder(root)
+    found = facts_of(place)
+    stay = set(kept(found, keep))
+    go = [step for step in sorted(found) if step not in stay]
+    if not dry_run:
+        for step in go:
+            _commit.delete(place / str(step))
+        _commit.clear_all(place)
+    return go
+
+
+def facts_of(root: _storage.Folder) -> dict[int, Facts]:
+    """What the manifests of all good steps tell: whole, with all their files, not marked as damaged."""
+    found = {}
+    for step in _commit.steps(root):
+        place = root / str(step)
+        try:
+            manifest = _commit.load_data(place)
+            if _commit.missing_files(place, manifest):
+                continue
+        except CheckpointError:
+            continue  # Deleted or damaged meanwhile.
+        metrics = {name: _values.unpack(value) for name, value in manifest.metrics.items()}
+        found[step] = Facts(manifest.time, metrics, manifest.milestone)
+    return found
+
+
+def rollback(root: _storage.PathLike, step: int) -> list[str]:
+    """Makes an earlier step the newest again. Later ones are put aside under another name, not deleted.
+
+    Args:
+        root: a folder of checkpoints.
+        step: the step to go back to; it must be a good one.
+
+    Returns:
+        The names that the later steps have now, such as `"1300.rolled-back-20261130-041500"`; rename one to its
+        number, and it counts again. In a bucket they keep their names, and are marked as damaged.
+
+    Raises:
+        NotFound: there is no such step in the root.
+    """
+    place = _storage.folder(root)
+    _commit.load(place / str(step))
+    moved = []
+    for later in [found for found in _commit.steps(place) if found > step]:
+        if not place.local:
+            _commit.mark_bad(place / str(later), f"rolled back to step {step}")
+            moved.append(str(later))
+            continue
+        name = f"{later}.rolled-back-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
+        (place / str(later)).rename(place / name)
+        moved.append(name)
+    _commit.point_back(place / str(step))
+    return moved

@@ -3,14 +3,28 @@
 import itertools
 import json
 import time
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import msgspec
 import numpy as np
 import xxhash
 
-from . import _arrays, _commit, _leaves, _manifest, _orbax, _processes, _snapshot, _storage, _tree, _values
+from . import (
+    _arrays,
+    _commit,
+    _health,
+    _leaves,
+    _manifest,
+    _ocdbt,
+    _orbax,
+    _processes,
+    _snapshot,
+    _storage,
+    _tree,
+    _values,
+)
 from ._manifest import File, Leaf, Manifest, Part
 from ._snapshot import Snapshot
 from .errors import CheckpointError, Fault, NotFound
@@ -51,16 +65,39 @@ def save(
     >>> manifest.step, list(manifest.leaves)
     (100, ['step', 'w'])
     """
-    started = time.perf_counter()
     target = _storage.folder(path)
     if not isinstance(overwrite, bool):
         raise TypeError(f"overwrite is True or False, not {overwrite!r}")
+    group = _processes.group()
+    try:
+        manifest, snapshot = prepare(target, tree, group, step=step, metadata=metadata)
+    except BaseException as error:
+        abstain(group, f"failed: {error}")
+        raise
+    return write(target, manifest, snapshot, group, Terms(overwrite))
+
+
+def prepare(
+    target: _storage.Folder,
+    tree: Any,
+    group: _processes.Group,
+    *,
+    step: int | None = None,
+    metadata: Any = None,
+    metrics: dict[str, Any] | None = None,
+    milestone: bool = False,
+    hold: bool = False,
+) -> tuple[Manifest, Snapshot]:
+    """What training waits for: the tree's records and this process's snapshot of it.
+
+    With `hold` the snapshot stays as it is, whatever becomes of the tree.
+    """
+    started = time.perf_counter()
     step = _step(target, step)
-    packed = _pack_metadata(metadata)
+    packed = _packed("metadata", metadata)
     flat = _tree.flatten(tree)
     encoded = _leaves.encode_all(flat.leaves)
-    group = _processes.group()
-    snapshot = _snapshot.take(encoded, group.index, group.count)
+    snapshot = _snapshot.take(encoded, group.index, group.count, hold=hold)
     manifest = Manifest(
         _manifest.FORMAT,
         (_manifest.MAJOR, _manifest.MINOR),
@@ -69,10 +106,12 @@ def save(
         tree=flat.structure,
         leaves=snapshot.leaves,
         shardings=snapshot.shardings,
-        seconds={"snapshot": time.perf_counter() - started},
+        metrics=_packed("metrics", metrics or {}),
+        milestone=milestone,
         metadata=packed,
     )
-    return write(target, manifest, snapshot, group, overwrite=overwrite)
+    manifest.seconds["snapshot"] = time.perf_counter() - started
+    return manifest, snapshot
 
 
 def _step(target: _storage.Folder, step: int | None) -> int | None:
@@ -88,50 +127,102 @@ def _step(target: _storage.Folder, step: int | None) -> int | None:
     return int(step)
 
 
-def _pack_metadata(metadata: Any) -> Any:
+def _packed(what: str, value: Any) -> Any:
     try:
-        packed = _values.pack(metadata)
+        packed = _values.pack(value)
     except TypeError as error:
-        raise TypeError(f"metadata is plain data (dicts, lists, str, numbers, bytes): {error}") from error
+        raise TypeError(f"{what}: plain data (dicts, lists, str, numbers, bytes), please: {error}") from error
     except RecursionError as error:
-        raise ValueError("metadata holds itself, or is nested too deep") from error
+        raise ValueError(f"{what}: it holds itself, or is nested too deep") from error
     if _values.too_deep(packed):
-        raise ValueError("metadata is nested too deep")
+        raise ValueError(f"{what}: nested too deep")
     return packed
 
 
+class Declined(CheckpointError):
+    """A process was still writing the checkpoint before; nothing is wrong, and nothing was committed."""
+
+
+def abstain(group: _processes.Group, why: str) -> None:
+    """Tells the others that this process takes no part in a save: `"failed: …"` or `"declined: …"`."""
+    group.publish("attempt" if group.index == 0 else f"part/{group.index}", why)
+
+
+class Terms(NamedTuple):
+    """On what terms a snapshot is committed.
+
+    Attributes:
+        overwrite: replace a checkpoint that is there.
+        health: what the state must fulfil; None to not look.
+        before: how the leaves were in the last committed checkpoint.
+        expected: digests of this process's chunks, which the snapshot must still have.
+    """
+
+    overwrite: bool = False
+    health: _health.Health | None = None
+    before: Mapping[str, _manifest.Health] = {}
+    expected: Mapping[tuple[str, int], str] | None = None
+
+
 def write(
-    target: _storage.Folder, manifest: Manifest, snapshot: Snapshot, group: _processes.Group, *, overwrite: bool
+    target: _storage.Folder, manifest: Manifest, snapshot: Snapshot, group: _processes.Group, terms: Terms
 ) -> Manifest:
     """Writes a snapshot and commits it, together with the run's other processes. Touches no device."""
-    if group.index != 0:
-        return _follow(target, manifest, snapshot, group)
-    attempt = _begin(target, group, overwrite=overwrite)
     try:
-        parts = [_write_part(attempt, manifest, snapshot, group), *_collect(attempt, group)]
+        if group.index != 0:
+            return _follow(target, manifest, snapshot, group, terms)
+        return _lead(target, manifest, snapshot, group, terms)
+    finally:
+        group.part()
+
+
+def _lead(
+    target: _storage.Folder, manifest: Manifest, snapshot: Snapshot, group: _processes.Group, terms: Terms
+) -> Manifest:
+    attempt = _begin(target, group, overwrite=terms.overwrite)
+    try:
+        parts = [_write_part(attempt, manifest, snapshot, group, terms), *_collect(attempt, group)]
         started = time.perf_counter()
         _manifest.merge(manifest.leaves, parts, target.url)
+        if terms.health is not None:
+            manifest.health = _health.merged([part.health for part in parts])
+            _health.check(manifest.health, terms.before, terms.health, manifest.leaves)
         _arrays.merge(attempt.folder / attempt.state, [attempt.process(i) for i in range(group.count)])
         _finish(attempt, manifest, parts, started)
     except BaseException as error:
         _commit.abandon(attempt)
-        group.publish("outcome", f"failed: {error}")
+        group.publish("outcome", _told(error))
         raise
     group.publish("outcome", "committed")
     return manifest
+
+
+def _told(error: BaseException) -> str:
+    """An error as a message to the other processes."""
+    return f"{'declined' if isinstance(error, Declined) else 'failed'}: {error}"
+
+
+def _raise_told(message: str, otherwise: str, faults: Sequence[Fault] = ()) -> NoReturn:
+    """Raises what another process told."""
+    kind, _, why = message.partition(": ")
+    if kind == "declined":
+        raise Declined(why)
+    raise CheckpointError(otherwise if faults else f"{otherwise}: {why}", faults)
 
 
 def _begin(target: _storage.Folder, group: _processes.Group, *, overwrite: bool) -> _commit.Attempt:
     try:
         attempt = _commit.begin(target, overwrite=overwrite)
     except BaseException as error:
-        group.publish("attempt", f"failed: {error}")
+        abstain(group, _told(error))
         raise
     group.publish("attempt", json.dumps([attempt.nonce, attempt.state]))
     return attempt
 
 
-def _write_part(attempt: _commit.Attempt, manifest: Manifest, snapshot: Snapshot, group: _processes.Group) -> Part:
+def _write_part(
+    attempt: _commit.Attempt, manifest: Manifest, snapshot: Snapshot, group: _processes.Group, terms: Terms
+) -> Part:
     """Writes this process's chunks, durably, and says what it wrote."""
     started = time.perf_counter()
     place = attempt.process(group.index)
@@ -139,21 +230,37 @@ def _write_part(attempt: _commit.Attempt, manifest: Manifest, snapshot: Snapshot
     head = group.index == 0
     extra = _scalars(manifest.leaves) if head else {}
     scalars = (_arrays.Chunk(name, 0, (), value) for name, (_, value) in extra.items())
+    sums = _health.Sums()
+    chunks = snapshot.chunks if terms.health is None else sums.watch(snapshot.chunks)
     digests = _arrays.write(
         place,
         manifest.leaves | {name: leaf for name, (leaf, _) in extra.items()},
-        itertools.chain(snapshot.chunks, scalars),
+        itertools.chain(chunks, scalars),
         head=head,
     )
     place.sync()
     manifest.seconds["write"] = time.perf_counter() - started
+    if terms.expected is not None:
+        _check_unchanged(digests, terms.expected)
     return Part(
         process=group.index,
         chunks={name: found for name, found in digests.items() if name not in extra},
         live=snapshot.live,
         shared=snapshot.shared | _scalar_digests(manifest.leaves, group),
         tree=_tree_digest(manifest) if group.count > 1 else "",
+        health=sums.found,
     )
+
+
+def _check_unchanged(digests: dict[str, dict[int, str]], expected: Mapping[tuple[str, int], str]) -> None:
+    """Raises CheckpointError where what was written is not what stood there when the snapshot was taken."""
+    changed = sorted({name for (name, at), digest in expected.items() if digests[name][at] != digest})
+    if changed:
+        raise CheckpointError(
+            "the snapshot changed before it was written; nothing was committed",
+            [Fault(name, "the values at the call", "others") for name in changed],
+            hint="something writes to memory of these leaves that JAX holds to be constant",
+        )
 
 
 def _tree_digest(manifest: Manifest) -> str:
@@ -185,8 +292,10 @@ def _finish(attempt: _commit.Attempt, manifest: Manifest, parts: list[Part], sta
         attempt.folder.write(path, data)
     sizes = attempt.folder.files()
     ours = sidecars.keys() | {path for path in sizes if path.startswith(f"{attempt.state}/")}
+    # The trees of keys begin in small files: those of the writers, which nobody reads any more, are digested too.
+    small = sidecars | {p: attempt.folder.read(p) or b"" for p in ours if p.endswith(f"/{_ocdbt.MANIFEST}")}
     manifest.files = {
-        path: File(size, xxhash.xxh3_128_hexdigest(sidecars[path]) if path in sidecars else "")
+        path: File(size, xxhash.xxh3_128_hexdigest(small[path]) if path in small else "")
         for path, size in sorted(sizes.items())
         if path in ours
     }
@@ -206,12 +315,10 @@ def _collect(attempt: _commit.Attempt, group: _processes.Group) -> list[Part]:
     parts = []
     for process in range(1, group.count):
         message = group.wait(f"part/{process}", process=process, phase="write")
-        group.forget(f"part/{process}")
-        if message.startswith("failed: "):
-            raise CheckpointError(
-                f"process {process} could not write its part; nothing was committed",
-                [Fault(f"process {process}", "its part", message.removeprefix("failed: "))],
-            )
+        if message.startswith(("failed: ", "declined: ")):
+            why = message.partition(": ")[2]
+            fault = Fault(f"process {process}", "its part", why)
+            _raise_told(message, f"process {process} could not write its part; nothing was committed", [fault])
         data = attempt.folder.read(_part_name(process)) or b""
         if xxhash.xxh3_128_hexdigest(data) != message:
             raise CheckpointError(
@@ -228,22 +335,24 @@ def _part_name(process: int) -> str:
     return f"part_{process}.json"
 
 
-def _follow(target: _storage.Folder, manifest: Manifest, snapshot: Snapshot, group: _processes.Group) -> Manifest:
+def _follow(
+    target: _storage.Folder, manifest: Manifest, snapshot: Snapshot, group: _processes.Group, terms: Terms
+) -> Manifest:
     """What every process but the first does: write its part, say so, and hear what became of it."""
     message = group.wait("attempt", process=0, phase="open")
-    if message.startswith("failed: "):
-        raise CheckpointError(f"process 0 could not begin: {message.removeprefix('failed: ')}")
+    if message.startswith(("failed: ", "declined: ")):
+        _raise_told(message, "process 0 could not begin")
     try:
         attempt = _commit.join(target, *json.loads(message))
-        part = msgspec.json.encode(_write_part(attempt, manifest, snapshot, group))
+        part = msgspec.json.encode(_write_part(attempt, manifest, snapshot, group, terms))
         attempt.folder.write(_part_name(group.index), part)
         group.publish(f"part/{group.index}", xxhash.xxh3_128_hexdigest(part))
     except BaseException as error:
-        group.publish(f"part/{group.index}", f"failed: {error}")
+        abstain(group, _told(error))
         raise
     outcome = group.wait("outcome", process=0, phase="commit")
     if outcome != "committed":
-        raise CheckpointError(f"process 0 did not commit {target}: {outcome.removeprefix('failed: ')}")
+        _raise_told(outcome, f"process 0 did not commit {target}")
     try:
         return _commit.load(target)
     except NotFound as error:

@@ -1,10 +1,11 @@
 """A snapshot: this process's share of a state, in host memory."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import msgspec
 import numpy as np
 import xxhash
 
@@ -14,24 +15,44 @@ from ._chunks import Box, Shape
 from ._leaves import Encoded
 from ._manifest import Leaf
 
+ON_HOST = True  # A test says False, and CPU devices are treated like those of an accelerator.
+
+
+class _Share(msgspec.Struct, gc=False):
+    """This process's cells of one box of a leaf, and where their values are."""
+
+    name: str
+    source: Any
+    box: Box
+    cells: list[tuple[Shape, int, Box]]
+
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What is to be written; nothing in it changes when the state it was taken from does.
+    """What is to be written.
 
     Attributes:
         leaves: every leaf's record, without digests.
-        chunks: this process's chunks.
+        shares: this process's share of their values.
         shardings: how the arrays were sharded, as plain data, each once.
         live: this process's state of the live leaves that each process has its own of.
         shared: digests of the values that every process holds for itself.
     """
 
     leaves: dict[str, Leaf]
-    chunks: list[Chunk] = field(default_factory=list)
+    shares: list[_Share] = field(default_factory=list)
     shardings: list[dict[str, Any]] = field(default_factory=list)
     live: dict[str, Any] = field(default_factory=dict)
     shared: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def chunks(self) -> Iterator[Chunk]:
+        """This process's chunks; waits for the copies to the host, one by one."""
+        for share in self.shares:
+            values = np.asarray(share.source)
+            for coords, at, cell in share.cells:
+                part = values if cell == share.box else values[_chunks.slices(cell, share.box)]
+                yield Chunk(share.name, at, coords, part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +61,19 @@ class _Layout:
 
     chunk: Shape
     boxes: list[tuple[int, Box, Sequence[int], list[tuple[Shape, int, Box]]]]  # (shard, box, holders, cells)
-    asynchronous: bool  # Whether a copy to the host can be started ahead.
+    on_host: bool  # Whether its memory is the host's; elsewhere a copy has to be made, and can be started ahead.
 
 
-def take(encoded: dict[str, Encoded], process: int = 0, processes: int = 1) -> Snapshot:
-    """This process's chunks of every leaf.
+def take(encoded: dict[str, Encoded], process: int = 0, processes: int = 1, *, hold: bool = False) -> Snapshot:
+    """This process's chunks of every leaf; with `hold`, nothing that the caller does afterwards changes them.
 
     On the CPU backend the chunks are views: while one is held, JAX copies instead of donating, so the values stay.
-    Elsewhere all copies to the host are started before the first is waited for.
+    Elsewhere all copies to the host are started before the first is waited for, and with `hold` they are made in host
+    memory that JAX keeps by itself, where there is such. NumPy's memory is copied with `hold`.
     """
     snapshot = Snapshot({name: item.leaf for name, item in encoded.items()})
     layouts: dict[Any, _Layout] = {}
     known: dict[Any, int] = {}
-    pending: list[tuple[str, Any, Box, list[tuple[Shape, int, Box]]]] = []
     for turn, (name, item) in enumerate(encoded.items()):
         leaf, array = item.leaf, item.array
         if leaf.kind == "live" and "global" not in leaf.value:
@@ -76,16 +97,35 @@ def take(encoded: dict[str, Encoded], process: int = 0, processes: int = 1) -> S
         for at, box, holders, cells in layout.boxes:
             mine = [c for i, c in enumerate(cells) if _chunks.owner(holders, i, len(cells), turn) == process]
             if mine:
-                source = _shard(array, shards, at)
-                if layout.asynchronous:
-                    source.copy_to_host_async()
-                pending.append((name, source, box, mine))
-    for name, source, box, mine in pending:
-        values = np.asarray(source)
-        for coords, at, cell in mine:
-            part = values if cell == box else values[_chunks.slices(cell, box)]
-            snapshot.chunks.append(Chunk(name, at, coords, part))
+                source = _started(_shard(array, shards, at), on_host=layout.on_host, hold=hold)
+                snapshot.shares.append(_Share(name, source, box, mine))
+    for share in snapshot.shares if hold else ():
+        if not isinstance(share.source, np.ndarray) and not _staged(share.source):
+            share.source = np.asarray(share.source)  # Donation would delete it: here its copy has to be waited for.
     return snapshot
+
+
+def _started(source: Any, *, on_host: bool, hold: bool) -> Any:
+    """The values themselves, or a copy of them that is under way."""
+    if isinstance(source, np.ndarray):
+        return source.copy() if hold else source
+    if on_host:
+        return np.asarray(source)
+    if hold and (staging := _staging(source)) is not None:
+        return jax.device_put(source, staging)
+    source.copy_to_host_async()
+    return source
+
+
+def _staging(source: jax.Array) -> Any:
+    """A sharding in the host memory that the array's device writes to, if it has such."""
+    (device,) = source.sharding.addressable_devices
+    kinds = {memory.kind for memory in device.addressable_memories()}
+    return source.sharding.with_memory_kind("pinned_host") if "pinned_host" in kinds else None
+
+
+def _staged(source: jax.Array) -> bool:
+    return source.sharding.memory_kind == "pinned_host"
 
 
 def _shard(array: Any, shards: Any, at: int) -> Any:
@@ -101,11 +141,11 @@ def _layout(array: Any, everyone: Sequence[int] | None, processes: int) -> _Layo
     """Boxes go by `shard.index`, never by device order, which a mesh may permute."""
     shape = array.shape
     if isinstance(array, np.ndarray):
-        shard, here, asynchronous = shape, {_chunks.whole(shape): 0}, False
+        shard, here, on_host = shape, {_chunks.whole(shape): 0}, True
     else:
         shard = array.sharding.shard_shape(shape)
         here = {_chunks.box(shard.index, shape): i for i, shard in reversed(list(enumerate(array.addressable_shards)))}
-        asynchronous = any(device.platform != "cpu" for device in array.sharding.addressable_devices)
+        on_host = ON_HOST and all(device.platform == "cpu" for device in array.sharding.addressable_devices)
     holders: dict[Box, Sequence[int]] = dict.fromkeys(here, everyone or (0,))
     found: dict[Box, set[int]] = {}
     if everyone is None and processes > 1 and not isinstance(array, np.ndarray):
@@ -123,7 +163,7 @@ def _layout(array: Any, everyone: Sequence[int] | None, processes: int) -> _Layo
             for coords in _chunks.covering(box, chunk)
         ]
         boxes.append((at, box, holders[box], cells))
-    return _Layout(chunk, boxes, asynchronous)
+    return _Layout(chunk, boxes, on_host)
 
 
 def plain(sharding: jax.sharding.Sharding) -> dict[str, Any]:

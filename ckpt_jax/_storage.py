@@ -272,7 +272,10 @@ class Folder:
             os.rename(self.url, to.url)
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR):
-                raise Exists(f"{to} came to be while this save was under way") from error
+                raise Exists(
+                    f"{to} came to be while this save was under way",
+                    hint="does another process save to the same path? The first one counts",
+                ) from error
             raise
         _fsync(os.path.dirname(to.url))
 

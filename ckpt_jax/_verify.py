@@ -41,7 +41,7 @@ class Report:
     def check(self) -> None:
         """Raises Corrupt with all faults, if there is one."""
         if self.faults:
-            raise _faults.damaged(_storage.folder(self.path), list(self.faults))
+            raise _faults.damaged(_storage.folder(self.path), list(self.faults), verified=True)
 
 
 def verify(path: _storage.PathLike, level: Level = "chunks") -> Report:
@@ -97,8 +97,8 @@ def progress(path: _storage.PathLike, level: Level = "chunks") -> Iterator[tuple
             if leaf.stored
             for chunk in _arrays.wanted(name, leaf, _chunks.covering(_chunks.whole(leaf.shape), leaf.chunk))
         )
-        for chunk, data, found in _arrays.read(requests, [source]):
-            if data is None:
+        for chunk, done_with, found in _arrays.read(requests, [source]):
+            if done_with is None:
                 bad.append((chunk, found))
             chunks += 1
             done += chunk.size

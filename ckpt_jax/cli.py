@@ -58,14 +58,27 @@ def ls(root: Annotated[str, typer.Argument(help="A folder of checkpoints.")], as
     if not rows:
         raise NotFound(
             f"there are no checkpoints in {place}" if place.exists() else f"there is nothing at {place}",
-            hint=f"`ckpt-jax show {place}` shows it" if place.read(_manifest.NAME) else "",
+            hint=f"`ckpt-jax show {place}` shows it"
+            if place.read(_manifest.NAME)
+            else _unlisted(place) or "check the path",
         )
     if as_json:
         _print_json({"root": place.url, "checkpoints": rows})
     else:
         _print_rows(rows)
+        if unlisted := _unlisted(place):
+            print(unlisted, file=sys.stderr)
     if any(row["state"].startswith(("damaged", "marked")) for row in rows):
         raise typer.Exit(DIFFERS)
+
+
+def _unlisted(root: _storage.Folder) -> str:
+    """What to say about checkpoints whose names are no steps."""
+    others = [n for n in root.entries() if not _is_step(n) and _commit.TMP not in n and (root / n).read(_manifest.NAME)]
+    if not others:
+        return ""
+    names = ", ".join(others[:5]) + (", …" if len(others) > 5 else "")
+    return f"not listed, because a step's name is a number without leading zeros: {names}"
 
 
 def _print_rows(rows: list[dict[str, Any]]) -> None:

@@ -52,9 +52,12 @@ def test_a_cell_of_a_large_array_is_at_most_the_limit_and_not_needlessly_small(
     assert _chunks.CELL_BYTES / 3 < size <= _chunks.CELL_BYTES
 
 
-def test_a_sharded_axis_that_is_prime_still_gives_even_chunks() -> None:
+def test_a_sharded_axis_that_is_prime_is_not_cut_into_single_rows() -> None:
     """50,261 is a prime: there is no even way to cut its rows but into single ones."""
-    assert _chunks.grid((2 * 50261, 4096), (50261, 4096), 4) == (1, 4096)
+    assert _chunks.grid((2 * 50261, 4096), (50261, 4096), 4) == (50261, 82)
+    assert _chunks.grid((2 * 50261, 2 * 4099), (50261, 4099), 4) == (50261, 4099), "larger than asked, if both are"
+    huge = _chunks.grid((2 * 1000003, 2 * 4099), (1000003, 4099), 4)
+    assert huge == (1, 4099), "but not as large as 16 GB"
 
 
 @pytest.mark.parametrize("holders", [[0], [3], [0, 1], [1, 4, 6], list(range(8))])

@@ -397,7 +397,7 @@ def test_no_damage_is_ever_restored_as_if_it_were_whole(world: World) -> None:
     assert tally.tried > (20_000 if FULL else 3_000)
     assert tally.count("detected") > tally.tried / 2
     # What nobody reads: each writer's own tree of keys, once all are merged, and the newline that ends the manifest.
-    assert tally.unused.keys() <= {MANIFEST, "state/ocdbt.process_0/manifest.ocdbt", "state/ocdbt.process_0/d/*"}
+    assert tally.unused.keys() <= {MANIFEST, "state/ocdbt.process_0/d/*"}
     assert tally.unused[MANIFEST] <= 1
 
 
@@ -525,9 +525,7 @@ def test_every_key_rewritten_through_tensorstore_is_found(copy: World, tmp_path:
                         look(copy.step)
                         silent.append(f"{key}: {new!r:.20}")
                     except ck.Corrupt as error:
-                        if not str(error).startswith(
-                            f"{copy.step} is damaged in 1 place:\n  {key.partition('/')[0]}: "
-                        ):
+                        if f"\n  {key.partition('/')[0]}: " not in str(error):
                             silent.append(f"{key}: {error}")
         shutil.rmtree(state)
         shutil.copytree(good, state)
@@ -543,7 +541,7 @@ def test_an_array_that_describes_itself_otherwise_is_found_by_verify(copy: World
     store.write("w/zarr.json", was.replace(b'"float32"', b'"int32"')).result()
     with mock.patch.object(_commit, "missing_files", return_value=[]):
         assert fingerprint(ck.restore(copy.step)) == copy.expected["restore(path)"]
-        assert [fault.place for fault in ck.verify(copy.step).faults] == ["w"]
+        assert [fault.place for fault in ck.verify(copy.step).faults] == ["state/manifest.ocdbt", "w"]
 
 
 # --- what is said of it -----------------------------------------------------------------------------------------------

@@ -1177,9 +1177,57 @@ def test_a_cast_that_loses_a_part_of_the_number_is_refused(memory: str):
         ck.restore(memory, like={"a": np.zeros(2, np.float32), "b": np.float32(0)}, cast=True)
 
 
-def test_a_cast_of_what_an_int_cannot_hold_warns_nobody(memory: str):
-    ck.save(memory, {"a": np.array([np.nan, 1.5, 1e30])})
-    assert ck.restore(memory, like={"a": np.zeros(3, np.int32)}, cast=True)["a"][1] == 1
+@pytest.mark.parametrize(
+    ("values", "dtype", "first"),
+    [
+        (np.array([1.5, np.nan]), np.int32, "nan"),
+        (np.array([1.5, 2.0**31]), np.int32, "2147483648"),
+        (np.array([-1.0, 2.0**63]), np.int64, "9.2"),
+        (np.array([1.5, -1.0]), np.uint8, "-1"),
+        (np.array([3, 300]), np.uint8, "300"),
+        (np.array([3, -1]), np.uint64, "-1"),
+        (np.array([3, 2**63], np.uint64), np.int64, "9223372036854775808"),
+        (np.array([3, 8]), ml_dtypes.int4, "8"),
+        (np.array([1.0, 1e39]), np.float32, "1e"),
+        (np.array([1.0, 1e6], np.float32), np.float16, "1000000"),
+        (np.array([1.0, 1e3], np.float32), ml_dtypes.float8_e4m3fn, "1000"),
+        (np.array([1.0, 100.0], np.float32), ml_dtypes.float4_e2m1fn, "100"),
+        (np.array([1, 10**6]), np.float16, "1000000"),
+        (np.array([1e200 + 1j]), np.complex64, "1e"),
+        (np.array([0.0, 0.5]), np.bool_, "0.5"),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_a_cast_that_would_wrap_or_overflow_is_refused(values, dtype, first, memory: str):
+    """Rounding is what was asked for; another number is not."""
+    ck.save(memory, {"bad": values, "good": np.array([1, 0])})
+    like = {"bad": np.zeros(values.shape, dtype), "good": np.zeros(2, dtype)}
+    with pytest.raises(ck.Mismatch, match=f"bad: .* 1 value that .* cannot hold, such as .*{first}") as caught:
+        ck.restore(memory, like=like, cast=True)
+    assert [fault.place for fault in caught.value.faults] == ["bad"]
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype"),
+    [
+        (np.array([1.5, -1.5, 2.0**31 - 1, -(2.0**31)]), np.int32),
+        (np.array([-(2.0**63), 2.0**63 - 1024]), np.int64),
+        (np.array([np.inf, -np.inf, np.nan, 3.3e38, 1e-60]), np.float32),
+        (np.array([65504, -65504, 65519]), np.float16),
+        (np.array([2**63 - 1, -(2**63)]), np.float32),
+        (np.array([0, 1, 1]), np.bool_),
+        (np.array([True, False]), np.float32),
+        (np.array([True, False]), np.int8),
+        (np.array([np.inf + 1j, 1e-300]), np.complex64),
+        (np.array([448.0, -448.0, 450.0]), ml_dtypes.float8_e4m3fn),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_a_cast_rounds(values, dtype, memory: str):
+    ck.save(memory, {"a": values})
+    restored = ck.restore(memory, like={"a": np.zeros(values.shape, dtype)}, cast=True)
+    with np.errstate(all="ignore"):
+        assert same(restored["a"], values.astype(dtype))
 
 
 def test_only_takes_names_and_all_below_them(root: str):

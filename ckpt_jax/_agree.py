@@ -1,0 +1,72 @@
+"""Agreement: a step that lies ahead of every process, found while they all train on."""
+
+import contextlib
+import threading
+from typing import Any
+
+POLL = 5.0  # Seconds for which a thread waits in the service before it looks whether it is still wanted.
+ANSWER = 60.0  # Seconds within which every process's thread must say where it is.
+
+
+class Meeting:
+    """Answers the question "at which of the coming steps?", alike in every process.
+
+    Whoever wants something to happen at the same step everywhere calls for it. A thread in each process then holds its
+    next `passed` back, says which step it is at, and hears the others: the step after the latest of them is the one.
+    Training is held for as long as a few messages take; no process waits for another's training.
+    """
+
+    def __init__(self, client: Any, index: int, count: int, tag: str):
+        self._client, self._index, self._count, self._tag = client, index, count, tag
+        self._lock = threading.Lock()
+        self._step = -1
+        self._agreed: dict[str, int] = {}
+        self._number = 0
+        self._closed = False
+        if client is not None:
+            threading.Thread(target=self._listen, name="ckpt_jax meeting", daemon=True).start()
+
+    def call(self, reason: str) -> None:
+        """Asks all processes to agree on a step for something."""
+        if self._client is None:
+            with self._lock:
+                self._agreed.setdefault(reason, self._step + 1)
+            return
+        with contextlib.suppress(Exception):  # Another process called at the same time: it is heard just as well.
+            self._client.key_value_set(f"{self._tag}/call/{self._number}", reason)
+
+    def passed(self, step: int) -> set[str]:
+        """Says that this process is at a step; gives what was agreed to happen now."""
+        with self._lock:
+            self._step = step
+            due = {reason for reason, at in self._agreed.items() if step >= at}
+            for reason in due:
+                del self._agreed[reason]
+            return due
+
+    def close(self) -> None:
+        self._closed = True
+
+    def _listen(self) -> None:
+        while not self._closed:
+            try:
+                key = f"{self._tag}/call/{self._number}"
+                reason = self._client.blocking_key_value_get(key, int(POLL * 1000))
+            except Exception as error:  # noqa: BLE001  jaxlib has its own kinds.
+                if "DEADLINE" in str(error):
+                    continue
+                return  # The service is gone, and the run with it.
+            with self._lock, contextlib.suppress(Exception):
+                self._meet(reason)
+            self._number += 1
+
+    def _meet(self, reason: str) -> None:
+        here = f"{self._tag}/at/{self._number}"
+        self._client.key_value_set(f"{here}/{self._index}", str(self._step))
+        steps = [
+            int(self._client.blocking_key_value_get(f"{here}/{i}", int(ANSWER * 1000))) for i in range(self._count)
+        ]
+        self._agreed[reason] = min(self._agreed.get(reason, max(steps) + 1), max(steps) + 1)
+        if self._index == 0 and self._number:  # All have answered this one, so they have read the one before.
+            for old in ("call", "at"):
+                self._client.key_value_delete(f"{self._tag}/{old}/{self._number - 1}")

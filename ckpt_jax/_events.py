@@ -1,0 +1,76 @@
+"""Events: what happened to a run's checkpoints, one at a time (no JAX)."""
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Literal
+
+from ._storage import Folder
+
+FILE = "events.jsonl"
+
+Kind = (
+    Literal["started", "snapshot", "skipped", "declined", "written", "committed", "failed", "rejected"]
+    | Literal["resumed", "fell back", "warning", "pruned", "preempted", "closed"]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One thing that happened.
+
+    Attributes:
+        kind: `started` (a Saver), `snapshot` (taken; training goes on), `skipped` (a save was due while one was being
+            written), `declined` (another process was still writing), `written` (this process's chunks), `committed`,
+            `failed`, `rejected` (the state was not healthy), `resumed`, `fell back` (a step was damaged), `warning`,
+            `pruned`, `preempted`, `closed`.
+        step: the step that it is about.
+        process: in which process.
+        time: seconds since 1970.
+        bytes: how many were written, or read.
+        seconds: how long it took, by phase; `blocked` is the time for which training stood still.
+        message: in words, where there is more to say.
+        names: the leaves that it is about.
+    """
+
+    kind: Kind
+    step: int | None = None
+    process: int = 0
+    time: float = 0.0
+    bytes: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    message: str = ""
+    names: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        took = ", ".join(f"{phase} {value:.3g} s" for phase, value in self.seconds.items())
+        parts = [self.kind if self.step is None else f"step {self.step} {self.kind}", self.message, took]
+        return ": ".join(part for part in parts if part)
+
+
+class Log:
+    """Where a run's events go: to a callback, and from process 0 to a line each in the root's `events.jsonl`."""
+
+    def __init__(self, root: Folder, process: int, callback: Callable[[Event], None] | None):
+        self.root, self.process, self.callback = root, process, callback
+
+    def add(self, kind: Kind, step: int | None = None, **facts: object) -> Event:
+        event = Event(kind, step, self.process, time.time(), **facts)  # pyright: ignore[reportArgumentType]
+        if self.process == 0 and self.root.local:  # A bucket's objects cannot be appended to.
+            line = {key: value for key, value in asdict(event).items() if value not in (None, "", {}, ())}
+            with contextlib.suppress(OSError):  # A full disk ends no training: the callback hears of it all the same.
+                self._append(json.dumps(line).encode() + b"\n")
+        if self.callback is not None:
+            self.callback(event)
+        return event
+
+    def _append(self, line: bytes) -> None:
+        self.root.make()
+        fd = os.open(f"{self.root.url}/{FILE}", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            os.write(fd, line)  # One call, so that two writers' lines do not mix.
+        finally:
+            os.close(fd)
