@@ -8,11 +8,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from . import data as data
     from ._diff import diff as diff
+    from ._events import Event as Event
+    from ._health import Health as Health
+    from ._host_rng import HostRNG as HostRNG
     from ._leaves import register_leaf as register_leaf
     from ._open import open as open
+    from ._replicas import replica_mismatches as replica_mismatches
     from ._restore import restore as restore
+    from ._retain import Best as Best
+    from ._retain import Keep as Keep
     from ._retain import latest as latest
+    from ._retain import prune as prune
+    from ._retain import rollback as rollback
     from ._retain import steps as steps
     from ._save import save as save
     from ._verify import verify as verify
@@ -23,6 +32,9 @@ if TYPE_CHECKING:
     from .errors import NotFound as NotFound
     from .errors import Unhealthy as Unhealthy
     from .errors import Unsupported as Unsupported
+    from .prove import prove_resume as prove_resume
+    from .saver import Every as Every
+    from .saver import Saver as Saver
 
 _HOMES = {
     "save": "_save",
@@ -32,7 +44,19 @@ _HOMES = {
     "diff": "_diff",
     "steps": "_retain",
     "latest": "_retain",
+    "prune": "_retain",
+    "rollback": "_retain",
+    "Keep": "_retain",
+    "Best": "_retain",
+    "Saver": "saver",
+    "Every": "saver",
+    "Health": "_health",
+    "Event": "_events",
+    "HostRNG": "_host_rng",
+    "replica_mismatches": "_replicas",
+    "prove_resume": "prove",
     "register_leaf": "_leaves",
+    "data": "data",
     **dict.fromkeys(
         ("CheckpointError", "NotFound", "Exists", "Mismatch", "Corrupt", "Unsupported", "Unhealthy"), "errors"
     ),
@@ -45,7 +69,8 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    home = import_module(f".{_HOMES[name]}", __name__)
+    value = home if name == _HOMES[name] else getattr(home, name)
     globals()[name] = value
     return value
 

@@ -150,15 +150,10 @@ def _write(
                 if leaf.stored:
                     window.write(f"{name}/zarr.json", zarr_json(leaf))
         for chunk in chunks:
-            leaf, values = leaves[chunk.name], chunk.values
-            dtype, size = little(leaf.dtype), chunk_bytes(leaf)
+            size = chunk_bytes(leaves[chunk.name])
             if len(buffer) != size + CRC:
                 buffer = bytearray(size + CRC)  # TensorStore copies it, so one serves every chunk of this size.
-            whole = np.frombuffer(buffer, dtype, size // dtype.itemsize).reshape(leaf.chunk)
-            if values.shape != leaf.chunk:
-                whole.fill(0)
-            whole[tuple(map(slice, values.shape))] = values
-            data = memoryview(buffer)[:size]
+            data = _laid_out(chunk.values, leaves[chunk.name], buffer)
             digests.setdefault(chunk.name, {})[chunk.position] = xxhash.xxh3_128_hexdigest(data)
             buffer[size:] = crc32c.crc32c(data).to_bytes(CRC, "little")
             window.write(_chunks.key(chunk.name, chunk.coords), buffer)
@@ -166,6 +161,26 @@ def _write(
     finally:
         window.settle()
     return digests
+
+
+def _laid_out(values: np.ndarray, leaf: Leaf, buffer: bytearray) -> memoryview:
+    """A chunk's bytes as they lie on disk, without their crc32c; zeros where it is beyond the array."""
+    dtype, size = little(leaf.dtype), chunk_bytes(leaf)
+    whole = np.frombuffer(buffer, dtype, size // dtype.itemsize).reshape(leaf.chunk)
+    if values.shape != leaf.chunk:
+        whole.fill(0)
+    whole[tuple(map(slice, values.shape))] = values
+    return memoryview(buffer)[:size]
+
+
+def digests(leaves: dict[str, Leaf], chunks: Iterable[Chunk]) -> dict[tuple[str, int], str]:
+    """The digests that chunks would be written with, by leaf and position."""
+    found = {}
+    for chunk in chunks:
+        leaf = leaves[chunk.name]
+        data = _laid_out(chunk.values, leaf, bytearray(chunk_bytes(leaf)))
+        found[chunk.name, chunk.position] = xxhash.xxh3_128_hexdigest(data)
+    return found
 
 
 def merge(place: Folder, parts: list[Folder]) -> None:

@@ -97,10 +97,10 @@ def missing_files(place: Folder, manifest: Manifest) -> list[Fault]:
 def steps(root: Folder, *, bad: bool = False) -> list[int]:
     """The committed steps in a root, in ascending order: each has a whole manifest that records that step."""
     found = []
-    for step in _candidates(root):
+    for step in reversed(candidates(root)):
         place = root / str(step)
         try:
-            if load_data(place).step == step and (place.read(BAD) is not None) == bad:
+            if load_data(place).step == step and is_bad(place) == bad:
                 found.append(step)
         except CheckpointError:
             continue
@@ -115,17 +115,23 @@ def load_data(place: Folder) -> Manifest:
     return _manifest.loads(data, place.url)
 
 
-def _candidates(root: Folder) -> list[int]:
-    return sorted(step for name in root.entries() if (step := step_of(name)) is not None)
+def candidates(root: Folder) -> list[int]:
+    """What looks like a step by its name, the newest first."""
+    return sorted((step for name in root.entries() if (step := step_of(name)) is not None), reverse=True)
+
+
+def is_bad(place: Folder) -> bool:
+    """Whether a step was marked as damaged."""
+    return place.read(BAD) is not None
 
 
 def latest(root: Folder) -> Folder | None:
     """The newest step whose manifest is whole and whose files are all there with their sizes."""
-    for step in reversed(_candidates(root)):
+    for step in candidates(root):
         place = root / str(step)
         try:
             manifest = load_data(place)
-            if manifest.step == step and place.read(BAD) is None and not missing_files(place, manifest):
+            if manifest.step == step and not is_bad(place) and not missing_files(place, manifest):
                 return place
         except CheckpointError:
             continue

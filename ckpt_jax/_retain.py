@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from . import _commit, _storage, _values
+from . import _commit, _storage, _values, _verify
 from .errors import CheckpointError
 
 DAY = 86_400.0  # Seconds.
@@ -183,12 +183,19 @@ def prune(root: _storage.PathLike, keep: Keep, *, dry_run: bool = False) -> list
     place = _storage.folder(root)
     found = facts_of(place)
     stay = set(kept(found, keep))
-    go = [step for step in sorted(found) if step not in stay]
+    go = [step for step in found if step not in stay]
     if not dry_run:
+        _check_newest(place, found, go)
         for step in go:
             _commit.delete(place / str(step))
         _commit.clear_all(place)
     return go
+
+
+def _check_newest(root: _storage.Folder, found: Mapping[int, Facts], go: Sequence[int]) -> None:
+    """Reads the newest step, and raises Corrupt, before the last other one is deleted: then all hangs on it."""
+    if go and len(found) - len(go) == 1:
+        _verify.verify((root / str(max(found))).url).check()
 
 
 def facts_of(root: _storage.Folder) -> dict[int, Facts]:

@@ -114,6 +114,13 @@ def prepare(
     return manifest, snapshot
 
 
+def fingerprints(tree: Any, group: _processes.Group) -> dict[tuple[str, int], str]:
+    """The digests of this process's chunks, read here and now by the plain way."""
+    encoded = _leaves.encode_all(_tree.flatten(tree).leaves)
+    snapshot = _snapshot.take(encoded, group.index, group.count)
+    return _arrays.digests(snapshot.leaves, snapshot.chunks)
+
+
 def _step(target: _storage.Folder, step: int | None) -> int | None:
     named = _commit.step_of(target.name)
     if step is None:

@@ -19,7 +19,7 @@ FLOORS = [
     ["_ocdbt", "_arrays", "_health", "_snapshot", "_orbax", "_place"],
     ["_commit", "_faults"],
     ["_save", "_restore", "_verify", "_retain", "_open", "_diff"],
-    ["_events", "_agree", "_preempt"],
+    ["_events", "_agree", "_preempt", "_resume", "_host_rng", "_replicas", "saver", "data", "prove"],
     ["demo"],
     ["cli"],
 ]

@@ -1,0 +1,149 @@
+"""Resume: all processes go on from the newest step that each of them can read, or none does."""
+
+import json
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from . import _commit, _manifest, _processes, _restore, _storage, _values
+from ._events import Log
+from ._manifest import Leaf, Manifest
+from .errors import CheckpointError, Corrupt, NotFound
+
+
+def resume(root: _storage.Folder, like: Any, group: _processes.Group, log: Log) -> tuple[Any, Manifest | None]:
+    """The newest state that every process can read, and its manifest; `like` and None if there is no checkpoint.
+
+    A step that a process finds damaged is marked, told of, and passed over. Whatever else keeps `like` from being
+    filled is raised, in every process.
+    """
+    turn = 0
+    while True:
+        place = _proposed(root, group, turn, log)
+        if place is None:
+            return like, None
+        found, error = _read(place, like)
+        verdicts = _exchange(group, turn, "ok" if error is None else f"{_kind(error)}: {error}")
+        if all(verdict == "ok" for verdict in verdicts):
+            assert found is not None
+            manifest, finish = found
+            return finish(), manifest
+        _raise_what_is_no_damage(error, verdicts)
+        _pass_over(place, verdicts, group, log)
+        turn += 1
+
+
+def _proposed(root: _storage.Folder, group: _processes.Group, turn: int, log: Log) -> _storage.Folder | None:
+    """The step that process 0 proposes to all."""
+    if group.index == 0:
+        try:
+            place = _newest(root, log)
+        except BaseException as error:
+            group.publish(f"proposal/{turn}", json.dumps({"failed": str(error)}))
+            raise
+        group.publish(f"proposal/{turn}", json.dumps({"step": place and place.name}))
+        return place
+    told = json.loads(group.wait(f"proposal/{turn}", process=0, phase="propose a step"))
+    if "failed" in told:
+        raise CheckpointError(f"process 0 could not propose a step to resume from: {told['failed']}")
+    return root / told["step"] if told["step"] is not None else None
+
+
+def _newest(root: _storage.Folder, log: Log) -> _storage.Folder | None:
+    """The newest committed step that is not marked; a manifest that is damaged is marked here."""
+    for step in _commit.candidates(root):
+        place = root / str(step)
+        if _commit.is_bad(place):
+            continue
+        try:
+            _commit.load(place)
+        except NotFound:
+            continue
+        except Corrupt as error:
+            _commit.mark_bad(place, str(error))
+            log.add("fell back", step, message=str(error))
+            continue
+        return place
+    return None
+
+
+def _read(place: _storage.Folder, like: Any) -> tuple[Any, CheckpointError | OSError | None]:
+    try:
+        manifest = _commit.load(place)
+        return (manifest, _restore.fetch(place, manifest, like)), None
+    except (CheckpointError, OSError) as error:
+        return None, error
+
+
+def _kind(error: Exception) -> str:
+    return "corrupt" if isinstance(error, Corrupt) else "gone" if isinstance(error, NotFound) else "failed"
+
+
+def _exchange(group: _processes.Group, turn: int, verdict: str) -> list[str]:
+    """What every process says of the proposal, as all hear it."""
+    if group.count == 1:
+        return [verdict]
+    group.publish(f"verdict/{turn}/{group.index}", verdict)
+    return [
+        verdict if i == group.index else group.wait(f"verdict/{turn}/{i}", process=i, phase="read the checkpoint")
+        for i in range(group.count)
+    ]
+
+
+def _raise_what_is_no_damage(error: Exception | None, verdicts: list[str]) -> None:
+    if error is not None and _kind(error) == "failed":
+        raise error
+    for process, verdict in enumerate(verdicts):
+        if verdict.startswith("failed"):
+            raise CheckpointError(f"process {process} could not resume: {verdict.partition(': ')[2]}")
+
+
+def _pass_over(place: _storage.Folder, verdicts: list[str], group: _processes.Group, log: Log) -> None:
+    step = int(place.name)
+    reasons = [
+        f"process {i}: {v.partition(': ')[2]}" if group.count > 1 else v.partition(": ")[2]
+        for i, v in enumerate(verdicts)
+        if v != "ok"
+    ]
+    log.add("fell back", step, message="; ".join(reasons))
+    # Deleted while being read is no damage: then it is simply not there the next time.
+    if group.index == 0 and any(verdict.startswith("corrupt") for verdict in verdicts):
+        _commit.mark_bad(place, "; ".join(reasons))
+
+
+# --- do the counts agree? ---------------------------------------------------------------------------------------------
+
+
+def check_counts(manifest: Manifest, state: Any, log: Log) -> None:
+    """Warns where a step, optax's counts or a loader's position in the tree are not the step that was saved."""
+    from . import _tree
+
+    step = manifest.step
+    odd = {}
+    for name, value in _tree.flatten(state).leaves.items():
+        count = _count(name, value, manifest.leaves.get(name))
+        if count is not None and count != step:
+            odd[name] = count
+    if odd:
+        told = ", ".join(f"{name} is {count}" for name, count in odd.items())
+        message = f"step {step} was resumed, but {told}: is a step the number of completed updates everywhere?"
+        log.add("warning", step, message=message, names=tuple(odd))
+        warnings.warn(message, stacklevel=4)
+
+
+def _count(name: str, value: Any, leaf: Leaf | None) -> int | None:
+    """How many updates a leaf says there were, if it is one that counts them."""
+    last = name.rpartition(".")[2]
+    if leaf is not None and leaf.kind == "live":
+        states = _manifest.states(leaf) or [_values.unpack(leaf.value["global"])]
+        batches = [state["batches"] for state in states if isinstance(state, Mapping) and "batches" in state]
+        return batches[0] if batches else None
+    if last not in ("step", "count") or isinstance(value, bool):
+        return None
+    if isinstance(value, int):
+        return value
+    if getattr(value, "shape", None) == () and np.issubdtype(value.dtype, np.integer):
+        return int(value)
+    return None

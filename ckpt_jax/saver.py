@@ -1,0 +1,456 @@
+"""The Saver: a training run's checkpoints, written while it trains on."""
+
+import atexit
+import contextlib
+import itertools
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NamedTuple, Self, TypeVar
+
+from . import _agree, _commit, _preempt, _processes, _resume, _retain, _save, _snapshot, _storage
+from ._events import Event, Log
+from ._health import Health
+from ._manifest import Manifest
+from ._retain import Keep
+from .errors import CheckpointError, Unhealthy
+
+Tree = TypeVar("Tree")
+_HEALTHY = Health()
+_numbers = itertools.count()  # Every process makes the same Savers in the same order.
+
+
+@dataclass(frozen=True, slots=True)
+class Every:
+    """How often to save: at every step that `steps` divides, and whenever so many minutes have gone by.
+
+    Attributes:
+        steps: None for no rule by steps.
+        minutes: since the save before was begun; None for no rule by time. With several processes, the first one
+            looks at the clock, and all save at the same step soon after.
+
+    >>> import ckpt_jax as ck
+    >>> ck.Every(steps=100)
+    Every(steps=100, minutes=None)
+    """
+
+    steps: int | None = None
+    minutes: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.steps is None and self.minutes is None:
+            raise ValueError("Every takes steps=, minutes=, or both")
+        if self.steps is not None and (isinstance(self.steps, bool) or not isinstance(self.steps, int)):
+            raise TypeError(f"steps is an int, not {self.steps!r}")
+        if self.steps is not None and self.steps < 1:
+            raise ValueError(f"steps is 1 or more, not {self.steps}")
+        if self.minutes is not None and not self.minutes > 0:
+            raise ValueError(f"minutes is more than 0, not {self.minutes!r}")
+
+
+class _Job(NamedTuple):
+    """A save that is due to be written."""
+
+    step: int
+    manifest: Manifest
+    snapshot: _snapshot.Snapshot
+    group: _processes.Group
+    terms: _save.Terms
+    blocked: float
+
+
+class Saver:
+    """Saves a run's state as it trains, and resumes it.
+
+    `step` returns as soon as this process's share of the state is safe from whatever the next train step does; one
+    thread writes it. A save that comes due while one is being written is skipped, and reported. A save that fails ends
+    no training by itself: it is an event, and `last_error`; after `max_failures` in a row `step` raises.
+
+    With several processes all make a `Saver` alike and call it at the same steps.
+
+    Args:
+        root: the run's folder, `gs://…`, `s3://…` or `memory://…`. Each step is a folder in it.
+        every: how often `step` saves; None for only when `save` is called.
+        keep: which checkpoints stay; None for all.
+        health: what a state must fulfil to be committed; None to not look.
+        grace: seconds between a preemption's notice (SIGTERM) and the end, in which the last save must fit.
+        max_failures: so many failed saves in a row are an error.
+        timeout: seconds for which one process waits for another.
+        on_event: is called with every `Event`, also from the writer's thread.
+        debug: compare each snapshot, when it is written, with a copy that was made before `step` returned.
+
+    Attributes:
+        preempted: whether the run is to end now: a preemption was noticed, and its last save is committed or known not
+            to fit. Turns true only within `step`.
+        last_error: what befell the last save that failed, until one is committed.
+        skipped: how many saves came due while one was being written.
+
+    >>> import jax.numpy as jnp, ckpt_jax as ck
+    >>> state = {"w": jnp.zeros(3)}
+    >>> with ck.Saver("memory://docs/saver", every=ck.Every(steps=2), keep=ck.Keep(last=1)) as saver:
+    ...     state, step = saver.resume(state)
+    ...     while step < 4 and not saver.preempted:
+    ...         state = {"w": state["w"] + 1}
+    ...         step += 1
+    ...         _ = saver.step(step, state, metrics={"loss": 1 / step})
+    ...         saver.wait()  # Not needed; here, so that no save is skipped.
+    >>> ck.steps("memory://docs/saver")
+    [4]
+    """
+
+    def __init__(
+        self,
+        root: _storage.PathLike,
+        *,
+        every: Every | None = None,
+        keep: Keep | None = None,
+        health: Health | None = _HEALTHY,
+        grace: float = 30.0,
+        max_failures: int = 3,
+        timeout: float = _processes.TIMEOUT,
+        on_event: Callable[[Event], None] | None = None,
+        debug: bool = False,
+    ):
+        for name, value, kind in (("every", every, Every), ("keep", keep, Keep), ("health", health, Health)):
+            if value is not None and not isinstance(value, kind):
+                raise TypeError(f"{name} is a ckpt_jax.{kind.__name__} or None, not {value!r}")
+        self._root = _storage.folder(root)
+        self._every, self._keep, self._health = every, keep, health
+        self._grace, self._max_failures, self._timeout, self._debug = grace, max_failures, timeout, debug
+        self.preempted = False
+        self.last_error: BaseException | None = None
+        self.skipped = 0
+        self._index, self._count = _processes.here()
+        self._log = Log(self._root, self._index, on_event)
+        self._notice = _preempt.Notice()
+        self._told = False  # Whether the others have been told of it.
+        self._meeting = _agree.Meeting(
+            _processes.client(), self._index, self._count, f"ckpt_jax/saver/{next(_numbers)}"
+        )
+        self._failures: list[BaseException] = []
+        self._lost: int | None = None  # The newest step whose save failed, while nothing newer is committed.
+        self._last = time.monotonic()
+        self._took: float | None = None  # Seconds of the last write.
+        self._before: Mapping[str, Any] = {}
+        self._declined: list[_processes.Group] = []
+        self._pid, self._closed = os.getpid(), False
+        self._work: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._thread: threading.Thread | None = None
+        _open.add(self)
+        self._log.add("started")
+
+    # --- the run ---
+
+    def resume(self, like: Tree) -> tuple[Tree, int]:
+        """The newest state that can be read, and the step to go on with; `(like, 0)` if there is none.
+
+        A step that turns out damaged is marked, told of, and passed over; all processes agree. Leftovers of killed
+        saves are removed. A checkpoint that is whole but does not fit `like` is an error.
+
+        Raises:
+            Mismatch: `like` has another structure, shape or dtype.
+        """
+        self._check_open()
+        self._idle.wait()
+        started = time.perf_counter()
+        if self._index == 0:
+            _commit.clear_all(self._root)
+        group = _processes.group(self._timeout)
+        try:
+            state, manifest = _resume.resume(self._root, like, group, self._log)
+        finally:
+            group.part()
+        if manifest is None:
+            return state, 0
+        assert manifest.step is not None
+        self._before = manifest.health
+        seconds = {"read": time.perf_counter() - started}
+        self._log.add("resumed", manifest.step, bytes=manifest.nbytes, seconds=seconds)
+        _resume.check_counts(manifest, state, self._log)
+        self._last = time.monotonic()
+        return state, manifest.step
+
+    def step(
+        self,
+        step: int,
+        state: Any,
+        *,
+        metrics: dict[str, Any] | None = None,
+        metadata: Any = None,
+        milestone: bool = False,
+    ) -> bool:
+        """Says that a step is completed, and saves if a save is due; to be called after every step.
+
+        Args:
+            step: the number of completed updates.
+            state: any tree that `save` takes. It may be donated, changed or deleted afterwards.
+            metrics: numbers that stand in the manifest, by which `Keep.best` chooses.
+            metadata: plain data that stands in the manifest.
+            milestone: whether this checkpoint stays for ever.
+
+        Returns:
+            Whether a snapshot was taken.
+
+        Raises:
+            CheckpointError: the last `max_failures` saves failed; tells all causes.
+        """
+        self._check_open()
+        self._check_failures()
+        if isinstance(step, bool) or not hasattr(step, "__index__"):
+            raise TypeError(f"step is an int, not {step!r}")
+        agreed = self._agreed(step)
+        if "stop" in agreed:
+            return self._last_save(step, state, metrics, metadata)
+        if not self._due(step, agreed):
+            return False
+        return self._start(step, state, metrics, metadata, milestone=milestone)
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        metrics: dict[str, Any] | None = None,
+        metadata: Any = None,
+        milestone: bool = False,
+    ) -> None:
+        """Saves now, whatever `every` says; waits for the save under way first, but not for this one."""
+        self._check_open()
+        self._idle.wait()
+        self._start(step, state, metrics, metadata, milestone=milestone)
+
+    def wait(self) -> None:
+        """Waits for the save under way; raises what befell it."""
+        self._idle.wait()
+        if self.last_error is not None and self._lost is not None:
+            raise self.last_error
+
+    def close(self) -> None:
+        """Finishes the save under way.
+
+        Raises:
+            CheckpointError, OSError: the last save was lost, and nothing newer is committed.
+        """
+        if self._closed or os.getpid() != self._pid:  # A forked child has the object, but not the thread.
+            return
+        self._idle.wait()
+        self._end()
+        if self._lost is not None and self.last_error is not None:
+            raise self.last_error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except BaseException:
+            if error is None:  # What ended the `with` itself is more to the point.
+                raise
+
+    def _end(self) -> None:
+        self._closed = True
+        self._meeting.close()
+        self._notice.close()
+        if self._thread is not None:
+            self._work.put(None)
+            self._thread.join()
+        _open.discard(self)
+        self._log.add("closed")
+
+    # --- when ---
+
+    def _agreed(self, step: int) -> set[str]:
+        """What all processes do at this step."""
+        if self._notice.at is not None and not self._told and not self._notice.service:
+            self._told = True
+            self._meeting.call("stop")
+        minutes = self._every.minutes if self._every is not None else None
+        if minutes is not None and self._index == 0 and time.monotonic() - self._last >= 60 * minutes:
+            self._last = time.monotonic()
+            self._meeting.call("save")
+        return self._meeting.passed(step) | ({"stop"} if self._notice.reached(step) else set())
+
+    def _due(self, step: int, agreed: set[str]) -> bool:
+        if "save" in agreed:
+            return True
+        steps = self._every.steps if self._every is not None else None
+        return steps is not None and step % steps == 0
+
+    def _last_save(self, step: int, state: Any, metrics: dict[str, Any] | None, metadata: Any) -> bool:
+        """Preempted: one more save if it fits in what is left of the grace."""
+        end = (self._notice.at or time.monotonic()) + self._grace
+        busy = not self._idle.wait(max(0.0, end - time.monotonic()))
+        left = end - time.monotonic()
+        fits = not busy and (self._took is None or self._took < left)
+        if self._count > 1:  # The answer must be the same everywhere.
+            fits = self._all_say(fits)
+        if fits:
+            self._start(step, state, metrics, metadata)
+            self._idle.wait(max(0.0, end - time.monotonic()))
+            done = self._idle.is_set() and self._lost is None
+            message = "the last save is committed" if done else f"the last save did not succeed: {self.last_error}"
+        else:
+            took = "the save before is still being written" if busy else f"the last one took {self._took:.1f} s"
+            message = f"no time for a last save: {left:.1f} s are left, and {took}"
+        self._log.add("preempted", step, message=message)
+        self.preempted = True
+        return fits
+
+    def _all_say(self, here: bool) -> bool:
+        group = _processes.group(self._timeout)
+        try:
+            group.publish(f"fits/{self._index}", "yes" if here else "no")
+            phase = "say whether a last save fits"
+            return all(group.wait(f"fits/{i}", process=i, phase=phase) == "yes" for i in range(self._count))
+        finally:
+            group.part()
+
+    # --- a save ---
+
+    def _start(
+        self, step: int, state: Any, metrics: dict[str, Any] | None, metadata: Any, *, milestone: bool = False
+    ) -> bool:
+        """The part of a save that training waits for."""
+        started = time.perf_counter()
+        group = _processes.group(self._timeout)
+        self._last = time.monotonic()
+        if not self._idle.is_set():
+            self._decline(step, group)
+            return False
+        target = self._root / str(int(step))
+        try:
+            manifest, snapshot = _save.prepare(
+                target,
+                state,
+                group,
+                step=int(step),
+                metadata=metadata,
+                metrics=metrics,
+                milestone=milestone,
+                hold=True,
+            )
+            expected = _save.fingerprints(state, group) if self._debug else None
+        except BaseException as error:
+            _save.abstain(group, f"failed: {error}")
+            group.part()
+            raise
+        blocked = time.perf_counter() - started
+        self._log.add("snapshot", step, seconds={"blocked": blocked})
+        terms = _save.Terms(_commit.is_bad(target), self._health, self._before, expected)
+        self._idle.clear()
+        if self._thread is None:  # One for the Saver's whole life: each new one leaves its malloc arena behind.
+            self._thread = threading.Thread(target=self._write_all, name="ckpt_jax writer", daemon=True)
+            self._thread.start()
+        self._work.put(_Job(int(step), manifest, snapshot, group, terms, blocked))
+        return True
+
+    def _decline(self, step: int, group: _processes.Group) -> None:
+        self.skipped += 1
+        if self._count == 1:
+            self._log.add("skipped", step, message="the save before is still being written")
+            return
+        _save.abstain(group, f"declined: process {self._index} is still writing the checkpoint before")
+        self._declined.append(group)
+        self._log.add("declined", step, message="the save before is still being written here")
+
+    def _write_all(self) -> None:
+        while (job := self._work.get()) is not None:
+            try:
+                self._write(job)
+            finally:
+                del job  # And with it the snapshot's memory.
+                self._idle.set()
+
+    def _write(self, job: _Job) -> None:
+        """The rest of it, in the writer's thread."""
+        started = time.perf_counter()
+        try:
+            manifest = _save.write(self._root / str(job.step), job.manifest, job.snapshot, job.group, job.terms)
+        except BaseException as error:  # noqa: BLE001  Told at `wait`, `close`, or after so many in a row.
+            self._failed(job.step, error)
+        else:
+            self._took = time.perf_counter() - started
+            self._before = manifest.health
+            self._failures, self._lost, self.last_error = [], None, None
+            seconds = {"blocked": job.blocked, **manifest.seconds, "all": self._took}
+            self._log.add("committed", job.step, bytes=manifest.nbytes, seconds=seconds)
+            self._prune()
+        finally:
+            declined, self._declined = self._declined, []
+            for group in declined:
+                group.part()
+
+    def _failed(self, step: int, error: BaseException) -> None:
+        if isinstance(error, _save.Declined):
+            self._log.add("declined", step, message=str(error))
+            return
+        self.last_error, self._lost = error, step
+        self._failures.append(error)
+        rejected = isinstance(error, Unhealthy)
+        names = tuple(fault.place for fault in error.faults) if isinstance(error, CheckpointError) else ()
+        text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        self._log.add("rejected" if rejected else "failed", step, message=text, names=names)
+
+    def _prune(self) -> None:
+        if self._keep is None or self._index != 0:
+            return
+        try:
+            gone = _retain.prune(self._root.url, self._keep)
+        except (CheckpointError, OSError) as error:
+            self._log.add("warning", message=f"could not prune: {error}")
+            return
+        for step in gone:
+            self._log.add("pruned", step)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("this Saver is closed")
+        if os.getpid() != self._pid:
+            raise ValueError("this Saver belongs to the process that this one was forked from")
+
+    def _check_failures(self) -> None:
+        if len(self._failures) < self._max_failures:
+            return
+        causes = self._failures
+        self._failures = []
+        raise CheckpointError(
+            f"the last {len(causes)} saves failed:\n" + "\n".join(f"  {type(e).__name__}: {e}" for e in causes),
+            hint=f"the newest good checkpoint is {_retain.latest(self._root.url) or 'none'}",
+        ) from causes[-1]
+
+
+def open_savers() -> list[Saver]:
+    """Those of this process that were not closed yet."""
+    return list(_open)
+
+
+_open: set[Saver] = set()  # Those that were not closed yet: one that is dropped still has its save to finish.
+
+
+@atexit.register
+def _finish_all() -> None:
+    """The process ends and nobody called `close`: finish what is under way, and say what was lost."""
+    lost = False
+    for saver in list(_open):
+        if os.getpid() != saver._pid:
+            continue
+        try:
+            saver.close()
+        except BaseException as error:  # noqa: BLE001
+            print(f"ckpt_jax: the last save was lost: {error}", file=sys.stderr)
+            lost = True
+    if lost:  # An atexit handler cannot change the exit code in any other way.
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(1)

@@ -1,0 +1,154 @@
+"""Which checkpoints stay: the pure rule by a table, and what deletes by it."""
+
+import math
+import os
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import ckpt_jax as ck
+from ckpt_jax import _commit, _retain
+from ckpt_jax._retain import DAY, Facts, kept
+
+
+def facts(*steps: int, loss: dict[int, float] | None = None, days: dict[int, float] | None = None):
+    loss, days = loss or {}, days or {}
+    return {s: Facts(days.get(s, 0) * DAY, {"loss": loss[s]} if s in loss else {}, False) for s in steps}
+
+
+NAN = math.nan
+
+
+@pytest.mark.parametrize(
+    ("found", "keep", "stay"),
+    [
+        ({}, ck.Keep(), []),
+        (facts(1), ck.Keep(last=0), [1]),
+        (facts(1, 2, 3, 4, 5), ck.Keep(last=0), [5]),
+        (facts(1, 2, 3, 4, 5), ck.Keep(last=3), [3, 4, 5]),
+        (facts(1, 2), ck.Keep(last=3), [1, 2]),
+        (facts(10, 20, 30, 40, 50), ck.Keep(last=1, every=20), [20, 40, 50]),
+        (facts(0, 5, 7), ck.Keep(last=1, every=5), [0, 5, 7]),
+        (facts(1, 2, 3, 4), ck.Keep(last=1, milestones=(2, 99)), [2, 4]),
+        # The newest of each of the last days that have checkpoints; days without any do not count.
+        (facts(1, 2, 3, 4, 5, days={1: 0.1, 2: 0.9, 3: 1.5, 4: 8.2, 5: 8.3}), ck.Keep(last=1, daily=2), [3, 5]),
+        (facts(1, 2, 3, days={1: 0.1, 2: 0.9, 3: 1.5}), ck.Keep(last=1, daily=14), [2, 3]),
+        # A metric that gets worse: the newest stays, the best stay (C096).
+        (facts(1, 2, 3, 4, loss={1: 0.1, 2: 0.2, 3: 0.9, 4: 0.95}), ck.Keep(1, best=ck.Best("loss", 2)), [1, 2, 4]),
+        (
+            facts(1, 2, 3, 4, loss={1: 0.9, 2: 0.8, 3: 0.1, 4: 0.05}),
+            ck.Keep(last=1, best=ck.Best("loss", 2, mode="max")),
+            [1, 2, 4],
+        ),
+        # NaN is never best, nor is a step without the metric.
+        (facts(1, 2, 3, loss={1: NAN, 2: 5.0}), ck.Keep(last=1, best=ck.Best("loss")), [2, 3]),
+        (facts(1, 2, 3, loss={1: NAN, 2: NAN}), ck.Keep(last=1, best=ck.Best("loss")), [3]),
+        (facts(1, 2, 3, loss={1: NAN, 2: 5.0}), ck.Keep(1, best=ck.Best("loss", 9, mode="max")), [2, 3]),
+        (facts(1, 2, 3, loss={1: math.inf, 2: 5.0}), ck.Keep(1, best=ck.Best("loss")), [2, 3]),
+        # Of equal ones the later.
+        (facts(1, 2, 3, loss={1: 1.0, 2: 1.0}), ck.Keep(last=1, best=ck.Best("loss")), [2, 3]),
+    ],
+)
+def test_what_stays(found, keep, stay):
+    assert kept(found, keep) == stay
+
+
+def test_a_milestone_that_was_said_at_the_save_stays():
+    found = facts(1, 2, 3) | {2: Facts(milestone=True)}
+    assert kept(found, ck.Keep(last=1)) == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (lambda: ck.Keep(last=-1), "last is 0 or more, not -1"),
+        (lambda: ck.Keep(last=True), "last is an int, not True"),
+        (lambda: ck.Keep(every=0), "every is 1 or more, not 0"),
+        (lambda: ck.Keep(best="loss"), 'best is a ckpt_jax.Best, such as Best\\("loss"\\)'),
+        (lambda: ck.Best("loss", mode="least"), 'mode is "min" or "max"'),
+        (lambda: ck.prune("x", 3), "keep is a ckpt_jax.Keep"),
+    ],
+)
+def test_absurd_rules_are_refused(make, error):
+    with pytest.raises((TypeError, ValueError), match=error):
+        make()
+
+
+def filled(root: str, *steps: int) -> None:
+    for step in steps:
+        ck.save(f"{root}/{step}", {"w": np.full(2000, step)})
+
+
+def test_prune_deletes_the_others_and_nothing_on_a_dry_run(root):
+    filled(root, 1, 2, 3, 4)
+    assert ck.prune(root, ck.Keep(last=2), dry_run=True) == [1, 2]
+    assert ck.steps(root) == [1, 2, 3, 4]
+    assert ck.prune(root, ck.Keep(last=2)) == [1, 2]
+    assert ck.steps(root) == [3, 4]
+    assert ck.prune(root, ck.Keep(last=2)) == []
+    assert ck.verify(f"{root}/4").ok
+
+
+def test_prune_neither_counts_nor_deletes_what_is_damaged(tmp_path):
+    filled(str(tmp_path), 1, 2, 3)
+    (next((tmp_path / "3").rglob("d/*"))).unlink()
+    _commit.mark_bad(_retain._storage.folder(tmp_path / "2"), "a test says so")
+    assert ck.prune(tmp_path, ck.Keep(last=1)) == []
+    assert ck.steps(tmp_path) == [1, 3]
+    assert ck.steps(tmp_path, bad=True) == [2]
+    assert ck.latest(tmp_path) == str(tmp_path / "1")
+
+
+def test_prune_reads_the_newest_before_all_hangs_on_it(tmp_path):
+    filled(str(tmp_path), 1, 2)
+    data = max((tmp_path / "2").rglob("d/*"), key=lambda path: path.stat().st_size)
+    whole = bytearray(data.read_bytes())
+    whole[5000] ^= 1
+    data.write_bytes(whole)
+    with pytest.raises(ck.Corrupt):
+        ck.prune(tmp_path, ck.Keep(last=1))
+    assert ck.verify(tmp_path / "1").ok
+
+
+def test_c100_what_was_deleted_by_hand_is_no_error(tmp_path):
+    filled(str(tmp_path), 1, 2, 3)
+    shutil.rmtree(tmp_path / "1")
+    assert ck.prune(tmp_path, ck.Keep(last=1)) == [2]
+
+
+def test_a_deletion_that_is_killed_leaves_no_half_checkpoint(tmp_path):
+    """At any of the removals: what is half gone is not there, and the next prune takes the rest."""
+    for kill_at in (0, 1, 3):
+        root = tmp_path / str(kill_at)
+        filled(str(root), 1, 2, 3)
+        script = f"""
+import os, signal
+import ckpt_jax as ck
+unlink, count = os.unlink, 0
+def counting(*a, **k):
+    global count
+    if count == {kill_at}: os.kill(os.getpid(), signal.SIGKILL)
+    count += 1
+    return unlink(*a, **k)
+os.unlink = counting
+ck.prune({str(root)!r}, ck.Keep(last=2))
+"""
+        assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -9
+        assert ck.steps(root) == [2, 3]
+        assert ck.prune(root, ck.Keep(last=2)) == []
+        assert sorted(os.listdir(root)) == ["2", "3", "LATEST"]
+
+
+def test_c098_rollback_makes_an_earlier_step_the_newest_and_destroys_nothing(root):
+    filled(root, 1, 2, 3)
+    moved = ck.rollback(root, 1)
+    assert ck.steps(root) == [1]
+    assert ck.latest(root) == f"{root}/1"
+    assert len(moved) == 2
+    for name, step in zip(moved, (2, 3), strict=True):
+        assert (ck.restore(f"{root}/{name}")["w"] == step).all()
+    with pytest.raises(ck.NotFound):
+        ck.rollback(root, 7)
