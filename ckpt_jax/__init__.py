@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import data as data
     from ._diff import diff as diff
-    from ._events import Event as Event
     from ._health import Health as Health
     from ._host_rng import HostRNG as HostRNG
     from ._leaves import register_leaf as register_leaf
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from ._retain import Keep as Keep
     from ._retain import latest as latest
     from ._retain import prune as prune
-    from ._retain import rollback as rollback
     from ._retain import steps as steps
     from ._save import save as save
     from ._verify import verify as verify
@@ -45,13 +43,11 @@ _HOMES = {
     "steps": "_retain",
     "latest": "_retain",
     "prune": "_retain",
-    "rollback": "_retain",
     "Keep": "_retain",
     "Best": "_retain",
     "Saver": "saver",
     "Every": "saver",
     "Health": "_health",
-    "Event": "_events",
     "HostRNG": "_host_rng",
     "replica_mismatches": "_replicas",
     "prove_resume": "prove",

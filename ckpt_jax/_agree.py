@@ -4,7 +4,7 @@ import contextlib
 import threading
 from typing import Any
 
-POLL = 5.0  # Seconds for which a thread waits in the service before it looks whether it is still wanted.
+POLL = 0.5  # Seconds between a thread's looks for a call.
 ANSWER = 60.0  # Seconds within which every process's thread must say where it is.
 
 
@@ -22,9 +22,10 @@ class Meeting:
         self._step = -1
         self._agreed: dict[str, int] = {}
         self._number = 0
-        self._closed = False
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._listen, name="ckpt_jax meeting", daemon=True)
         if client is not None:
-            threading.Thread(target=self._listen, name="ckpt_jax meeting", daemon=True).start()
+            self._thread.start()
 
     def call(self, reason: str) -> None:
         """Asks all processes to agree on a step for something."""
@@ -45,15 +46,18 @@ class Meeting:
             return due
 
     def close(self) -> None:
-        self._closed = True
+        """Ends the thread: one that is still in the service when Python ends brings the process down."""
+        self._closed.set()
+        if self._thread.is_alive():
+            self._thread.join()
 
     def _listen(self) -> None:
-        while not self._closed:
+        while not self._closed.wait(POLL):
+            # Looked for, not waited for: a call that blocks could not be ended.
             try:
-                key = f"{self._tag}/call/{self._number}"
-                reason = self._client.blocking_key_value_get(key, int(POLL * 1000))
+                reason = self._client.key_value_try_get(f"{self._tag}/call/{self._number}")
             except Exception as error:  # noqa: BLE001  jaxlib has its own kinds.
-                if "DEADLINE" in str(error):
+                if "NOT_FOUND" in str(error):
                     continue
                 return  # The service is gone, and the run with it.
             with self._lock, contextlib.suppress(Exception):

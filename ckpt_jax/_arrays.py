@@ -6,7 +6,7 @@ import functools
 import json
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -227,10 +227,10 @@ class Source:
 
     Args:
         place: its folder.
-        files: the files in it that may be opened.
+        files: the files in it that may be opened, and their sizes.
     """
 
-    def __init__(self, place: Folder, files: Collection[str] = ()):
+    def __init__(self, place: Folder, files: Mapping[str, int] = {}):
         self.place, self.files, self.store = place, files, open_store(place)
         # On a file system values are read where the tree says that they lie: `docs/decisions/0005` has the figures.
         self.tree = Tree(place, files) if place.local else None
@@ -240,7 +240,8 @@ class Source:
         value = self.tree.find(chunk.key) if self.tree is not None else None
         if value is None or value.data is not None:
             return value
-        return value if value.length == chunk.size + CRC and value.file in self.files else None
+        fits = value.length == chunk.size + CRC and value.offset + value.length <= self.files.get(value.file, -1)
+        return value if fits else None
 
 
 class Buffers:
@@ -275,6 +276,7 @@ def read(
     sources: list[Source],
     use: Use = lambda chunk, data: True,
     window: int = WINDOW // 2,
+    room: Callable[[Wanted], bool] = lambda chunk: True,
 ) -> Iterator[tuple[Wanted, Any, str]]:
     """Reads chunks, ahead of the reader by at most `window` bytes, and gives them to `use`, some at a time.
 
@@ -285,6 +287,7 @@ def read(
         sources: where, in order.
         use: takes a chunk's uncompressed bytes, which are gone when it returns; runs in several threads.
         window: bytes in flight.
+        room: whether there is memory for what will become of a chunk; if not, those before it are finished first.
 
     Yields:
         The chunks in order, each with what `use` made of it; or with None, and what was found instead.
@@ -293,11 +296,14 @@ def read(
     queue: collections.deque[tuple[Wanted, Any]] = collections.deque()
     buffers = Buffers(window)
     ahead = 0
-    with ThreadPoolExecutor(READERS) as pool:
+    coming = next(upcoming, None)
+    pool = ThreadPoolExecutor(READERS)
+    try:
         while True:
-            while ahead < window and len(queue) < AHEAD and (chunk := next(upcoming, None)) is not None:
-                queue.append((chunk, _ask(chunk, sources[0], use, pool, buffers)))
-                ahead += chunk.size
+            while coming and ahead < window and len(queue) < AHEAD and (room(coming) or not queue):
+                queue.append((coming, _ask(coming, sources[0], use, pool, buffers)))
+                ahead += coming.size
+                coming = next(upcoming, None)
             if not queue:
                 return
             chunk, answer = queue.popleft()
@@ -308,6 +314,8 @@ def read(
                 if result is not None:
                     break
             yield chunk, result, found
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _ask(chunk: Wanted, source: Source, use: Use, pool: ThreadPoolExecutor, buffers: Buffers) -> Any:

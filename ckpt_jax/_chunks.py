@@ -71,15 +71,23 @@ def grid(shape: Shape, shard: Shape, itemsize: int, writers: int = 1, cell_bytes
     size = itemsize * math.prod(shard)
     wanted = max(-(-size // cell_bytes), min(writers, size // SHARE_BYTES), 1)
     chunk = list(shard)
-    # From the outermost axis: such cells are contiguous in the shard's memory. An axis of prime length that others'
-    # boxes adjoin would fall into single rows: the next one serves in its place, or cells become larger than asked.
-    for finest, enough in ((FINE, 1), (math.inf, max(1, LARGEST_BYTES // cell_bytes))):
-        for axis, n in enumerate(tuple(chunk)):
-            parts = _parts(n, wanted, even=shard[axis] != shape[axis])
-            if wanted > enough and parts <= finest * wanted:
-                chunk[axis] = -(-n // parts)
-                wanted = -(-wanted // parts)
+    # An axis of prime length that others' boxes adjoin would fall into single rows: the others serve in its place. If
+    # none does, cells become larger than asked, but not huge if they can be cut into what is worth a request each.
+    left = _cut(chunk, shard, shape, wanted, FINE * wanted)
+    if left * cell_bytes > LARGEST_BYTES:
+        _cut(chunk, shard, shape, left, itemsize * math.prod(chunk) // SHARE_BYTES)
     return tuple(chunk)
+
+
+def _cut(chunk: list[int], shard: Shape, shape: Shape, wanted: int, most: int) -> int:
+    """Cuts cells into so many parts, no axis into more than `most`; gives how many times they are still too large."""
+    # From the outermost axis: such cells are contiguous in the shard's memory.
+    for axis, n in enumerate(tuple(chunk)):
+        parts = _parts(n, wanted, even=shard[axis] != shape[axis])
+        if wanted > 1 and parts <= most:
+            chunk[axis] = -(-n // parts)
+            wanted = -(-wanted // parts)
+    return wanted
 
 
 @functools.lru_cache(4096)

@@ -208,6 +208,10 @@ class Attempt:
 
 def check_free(target: Folder, *, overwrite: bool) -> None:
     """Raises Exists unless a checkpoint may be written at `target`."""
+    if TMP in target.name:
+        raise ValueError(f"a checkpoint's name does not hold {TMP!r}, which marks what is not finished: {target}")
+    if target.parent != target and target.parent.read(_manifest.NAME) is not None:
+        raise Exists(f"{target} would lie inside the checkpoint {target.parent}", hint="choose another path")
     if not target.exists():
         return
     if target.local and (os.path.islink(target.url) or not os.path.isdir(target.url)):
@@ -219,15 +223,28 @@ def check_free(target: Folder, *, overwrite: bool) -> None:
                 f"there is a checkpoint at {target} already",
                 hint="overwrite=True replaces it, once the new one is whole",
             )
-        return
-    if not entries or (not target.local and set(entries) <= _OURS):
+        foreign = _foreign(target, entries)
+    elif not target.local and set(entries) <= _OURS:
         return  # In a bucket: what a dead attempt left.
-    found = Fault(
-        target.url, "nothing, or an empty folder", ", ".join(entries[:6]) + (", …" if len(entries) > 6 else "")
-    )
-    if any(step_of(name) is not None for name in entries):
+    else:
+        foreign = entries
+    if not foreign:
+        return
+    found = Fault(target.url, "nothing, or an empty folder", _few(foreign))
+    if any(step_of(name) is not None for name in foreign):
         raise Exists(f"{target} is a root of steps", [found], hint=f'save one in it: "{target / "1000"}"')
     raise Exists(f"{target} holds files that are not ckpt_jax's to delete", [found], hint="choose another path")
+
+
+def _foreign(target: Folder, entries: list[str]) -> list[str]:
+    """What lies in a checkpoint's folder and does not belong to it; in a bucket nobody looks."""
+    if not target.local:
+        return []
+    try:
+        known = set(load_data(target).files)
+    except CheckpointError:  # Damaged: then what is ours is told by the names.
+        return [name for name in entries if name not in {*_OURS, _manifest.NAME, BAD}]
+    return [name for name in target.files() if name not in {*known, _manifest.NAME, BAD, f"{BAD}.tmp"}]
 
 
 _OURS = {"state", "_CHECKPOINT_METADATA", "orbax.checkpoint", "commit_success.txt"}

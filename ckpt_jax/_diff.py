@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
 import numpy as np
 
 from . import _faults, _open, _storage, _structure, _values
@@ -122,7 +123,11 @@ def _compare(name: str, a: Leaf, b: Leaf, one: _open.Checkpoint, two: _open.Chec
     if what is not None:
         return Change(name, what, str(a), str(b))
     if not a.stored:
-        return None if a.value == b.value else Change(name, "values", _shown(a), _shown(b))
+        return (
+            None
+            if msgspec.json.encode(a.value) == msgspec.json.encode(b.value)
+            else Change(name, "values", _shown(a), _shown(b))
+        )
     if a.chunk == b.chunk:
         if a.digests == b.digests:
             return None

@@ -146,9 +146,10 @@ class Manifest(msgspec.Struct, omit_defaults=True):
         return sum(nbytes(leaf) for leaf in self.leaves.values())
 
     @property
-    def state_files(self) -> set[str]:
-        """The files of the arrays, by their names in `state`."""
-        return {path.removeprefix(f"{self.state}/") for path in self.files if path.startswith(f"{self.state}/")}
+    def state_files(self) -> dict[str, int]:
+        """The files of the arrays, by their names in `state`, and their sizes."""
+        inside = f"{self.state}/"
+        return {path.removeprefix(inside): file.bytes for path, file in self.files.items() if path.startswith(inside)}
 
     def __repr__(self) -> str:
         step = "" if self.step is None else f"step {self.step}, "

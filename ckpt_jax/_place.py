@@ -1,5 +1,6 @@
 """Placing: chunks put together into the pieces that devices hold, and those into an array that owns its memory."""
 
+import contextlib
 import functools
 import math
 import threading
@@ -8,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from . import _arrays, _chunks, _leaves
+from . import _arrays, _chunks, _leaves, _values
 from ._chunks import Box, Shape
 from ._leaves import Target
 from ._manifest import Leaf
@@ -43,53 +44,44 @@ def _needs(shape: Shape, chunk: Shape, sharding: Any) -> tuple[list[Box], list[S
 Piece = Any  # np.ndarray, or a list of the jax arrays that the devices have of it already.
 
 
-class Staging:
-    """Host memory in which pieces for devices are put together, of about `limit` bytes in all.
-
-    A leaf waits for those before it, never for later ones, whose chunks may not even be asked for yet.
-    """
-
-    def __init__(self, limit: int = _arrays.WINDOW // 2):
-        self._buffers, self._limit = _arrays.Buffers(limit), limit
-        self._held: dict[int, list[np.ndarray]] = {}
-        self._changed = threading.Condition()
-
-    def take(self, turn: int, size: int) -> np.ndarray:
-        """uint8[size or more] for the leaf whose turn it is."""
-        with self._changed:
-            while min(self._held, default=turn) < turn and self._used() + size > self._limit:
-                self._changed.wait()
-            self._held.setdefault(turn, []).append(self._buffers.take(size))
-            return self._held[turn][-1]
-
-    def give_back(self, turn: int) -> None:
-        """All that a leaf has taken."""
-        with self._changed:
-            self._buffers.give(self._held.pop(turn, []))
-            self._changed.notify_all()
-
-    def _used(self) -> int:
-        return sum(len(buffer) for held in self._held.values() for buffer in held)
-
-
 class Plan:
     """How one leaf is put together: the boxes that this process needs, and the chunks that cover them."""
 
-    __slots__ = ("boxes", "coords", "given_up", "home", "leaf", "left", "lock", "pieces", "staging", "turn", "want")
+    __slots__ = ("boxes", "buffers", "coords", "home", "leaf", "left", "lock", "pieces", "rented", "want", "x64")
 
-    def __init__(self, leaf: Leaf, want: Target, staging: Staging, turn: int = 0):
-        self.leaf, self.want, self.staging, self.turn = leaf, want, staging, turn
+    def __init__(self, leaf: Leaf, want: Target, buffers: _arrays.Buffers):
+        self.leaf, self.want, self.buffers = leaf, want, buffers
         # Found out here, in the caller's thread: what JAX is set up to may differ from thread to thread.
+        self.x64 = _leaves.x64()
         self.home = _home(want, leaf.shape) if want.kind in ("jax", "key") else None
         self.boxes, self.coords = _needs(leaf.shape, leaf.chunk, want.sharding if self.home else None)
         self.pieces: dict[Box, Piece] = {}
-        self.left, self.given_up = len(self.coords), False
+        self.rented: list[np.ndarray] = []
+        self.left = len(self.coords)
         self.lock = threading.Lock()
+
+    @property
+    def staged(self) -> int:
+        """Bytes of host memory in which pieces for devices are put together of several chunks."""
+        if self.home is None or self.is_alone:
+            return 0
+        cells = {_chunks.cell(coords, self.leaf.chunk, self.leaf.shape) for coords in self.coords}
+        return sum(math.prod(_chunks.extent(box)) for box in self.boxes if box not in cells) * self._itemsize
+
+    @property
+    def _itemsize(self) -> int:
+        return np.dtype(self.leaf.dtype).itemsize
 
     def add(self, coords: Shape, data: memoryview) -> bool:
         """Takes one chunk's bytes; says whether the leaf can be finished. Chunks may come in several threads."""
-        if self.given_up:
-            return False
+        with self._as_called():
+            return self._add(coords, data)
+
+    def _as_called(self) -> contextlib.AbstractContextManager[Any]:
+        """JAX narrows 64-bit values where it is not told otherwise, in every thread anew."""
+        return contextlib.nullcontext() if _leaves.x64() == self.x64 else jax.enable_x64(self.x64)
+
+    def _add(self, coords: Shape, data: memoryview) -> bool:
         values = np.frombuffer(data, _arrays.little(self.leaf.dtype)).reshape(self.leaf.chunk)
         cell = _chunks.cell(coords, self.leaf.chunk, self.leaf.shape)
         for box in self.boxes:
@@ -103,13 +95,8 @@ class Plan:
         if last and self.home is not None:
             for box, piece in self.pieces.items():
                 self.pieces[box] = piece if isinstance(piece, list) else _shards(piece, box, self.home)
-            self.staging.give_back(self.turn)
+            self.buffers.give(self.rented)
         return last
-
-    def give_up(self) -> None:
-        """A chunk is not to be had: the leaf will not be finished, and others may need the memory."""
-        self.given_up = True
-        self.staging.give_back(self.turn)
 
     def finish(self) -> Any:
         """The leaf, once all its chunks are there."""
@@ -122,7 +109,8 @@ class Plan:
         values = np.frombuffer(data, _arrays.little(self.leaf.dtype)).reshape(self.leaf.chunk)
         cell = _chunks.cell(self.coords[0], self.leaf.chunk, self.leaf.shape)
         piece = values[_up_to(cell)]
-        return _assembled({self.boxes[0]: piece if self.home else piece.copy()}, self.want, self.home)
+        with self._as_called():
+            return _assembled({self.boxes[0]: piece if self.home else piece.copy()}, self.want, self.home)
 
     @property
     def is_alone(self) -> bool:
@@ -133,11 +121,12 @@ class Plan:
         with self.lock:
             if box not in self.pieces:
                 shape, dtype = _chunks.extent(box), np.dtype(self.leaf.dtype)
-                if self.home is None:
+                size = math.prod(shape) * dtype.itemsize
+                if self.home is None or not size:
                     self.pieces[box] = np.empty(shape, dtype)
                 else:
-                    size = math.prod(shape) * dtype.itemsize
-                    self.pieces[box] = self.staging.take(self.turn, size)[:size].view(dtype).reshape(shape)
+                    self.rented.append(self.buffers.take(size))
+                    self.pieces[box] = self.rented[-1][:size].view(dtype).reshape(shape)
             return self.pieces[box]
 
 
@@ -170,40 +159,79 @@ class Unfit(Exception):
     """Values that the dtype which a cast asks for cannot hold."""
 
 
+_BLOCK = 1 << 20  # Values checked at a time.
+
+
 def converted(values: np.ndarray, dtype: str) -> np.ndarray:
-    """The values in another dtype, which somebody asked for: rounded, but none wrapped or made infinite.
+    """The values in another dtype, which somebody asked for: rounded (floats to ints towards zero), none of them lost.
 
     Raises:
-        Unfit: some are out of its range; says how many, and which is the first.
+        Unfit: some would wrap, or become infinite, or stop being so; says how many, and which is the first.
     """
+    if values.dtype == object:  # A Python int of more than 64 bits.
+        values = _from_python(values, dtype)
     with np.errstate(all="ignore"):
-        result = values.astype(dtype)
-        lost = _lost(values, result)
-    if lost.any():
-        first = values[lost].flat[0]
-        count = int(lost.sum())
+        result = _astype(values, dtype)
+        flat, new = values.reshape(-1), result.reshape(-1)
+        count, first = 0, None
+        for start in range(0, flat.size, _BLOCK):
+            block = flat[start : start + _BLOCK]
+            lost = _lost(block, new[start : start + _BLOCK])
+            if lost.any():
+                first = block[lost][0] if first is None else first
+                count += int(lost.sum())
+    if count:
         raise Unfit(f"{count:,} value{'s' * (count != 1)} that {dtype} cannot hold, such as {first}")
     return result
 
 
+def _from_python(values: np.ndarray, dtype: str) -> np.ndarray:
+    value = values.item()
+    try:
+        if jax.numpy.issubdtype(np.dtype(dtype), np.inexact):
+            return np.asarray(float(value)).reshape(values.shape)
+    except OverflowError:
+        pass
+    raise Unfit(f"1 value that {dtype} cannot hold, such as {_values.shown(value)}")
+
+
+def _astype(values: np.ndarray, dtype: str) -> np.ndarray:
+    try:
+        return values.astype(dtype)
+    except TypeError:  # Between ml_dtypes' own there is not always a way, but from a wide one there is.
+        try:
+            wide = np.float32 if jax.numpy.issubdtype(values.dtype, np.inexact) else np.int32
+            return values.astype(wide).astype(dtype)
+        except TypeError as error:
+            raise Unfit(f"values of {values.dtype}, which NumPy cannot make {dtype} of") from error
+
+
 def _lost(values: np.ndarray, result: np.ndarray) -> np.ndarray:
     """Where a value did not survive a cast but by rounding."""
-    issub = jax.numpy.issubdtype
+    if np.iscomplexobj(values) and np.iscomplexobj(result):
+        return _lost(np.real(values), np.real(result)) | _lost(np.imag(values), np.imag(result))
     if result.dtype == bool:
         return ~np.isin(values, [0, 1])
-    if issub(result.dtype, np.integer):
+    integers = values.dtype == bool or jax.numpy.issubdtype(values.dtype, np.integer)
+    if jax.numpy.issubdtype(result.dtype, np.integer):
         bounds = jax.numpy.iinfo(result.dtype)
-        if issub(values.dtype, np.integer) or values.dtype == bool:
-            wide = values.astype(object) if values.dtype.itemsize == 8 else values.astype(np.int64)
-            return np.asarray((wide < int(bounds.min)) | (wide > int(bounds.max)), bool)
+        low, high = int(bounds.min), int(bounds.max)
+        if integers:
+            whole = values if values.dtype == np.uint64 else values.astype(np.int64)
+            own = np.iinfo(whole.dtype)
+            return (whole < max(low, int(own.min))) | (whole > min(high, int(own.max)))
         # A float may round up to 2**63 where 2**63 - 1 is meant, hence the comparison from below.
-        whole = np.trunc(values.astype(np.float64))
-        return ~((whole >= float(bounds.min)) & (whole < float(int(bounds.max) + 1)))
-    if issub(values.dtype, np.inexact) or values.dtype.kind in "iu":
-        largest = float(jax.numpy.finfo(result.dtype).max)
-        sizes = np.abs(values.astype(np.complex128 if np.iscomplexobj(values) else np.float64))
-        return np.isfinite(sizes) & (~np.isfinite(result) | (sizes > 1.5 * largest))
-    return np.zeros(values.shape, bool)
+        cut = np.trunc(values.astype(np.float64))
+        return ~((cut >= float(low)) & (cut < float(high + 1)))
+    bounds = jax.numpy.finfo(result.dtype)
+    largest = float(bounds.max)
+    # From here on a value is nearer to the next one, which there is none of. Some dtypes clamp without a word.
+    limit = largest + math.ldexp(float(bounds.eps), math.frexp(largest)[1] - 2)
+    was, now = values.astype(np.float64), np.real(result).astype(np.float64)
+    finite = np.isfinite(was)
+    return np.where(
+        finite, ~np.isfinite(now) | (np.abs(was) >= limit), ~((was == now) | (np.isnan(was) & np.isnan(now)))
+    )
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """Which of the run's processes this one is, and small messages between them."""
 
 import itertools
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +25,19 @@ class Group:
     timeout: float = TIMEOUT
 
     def publish(self, key: str, message: str) -> None:
-        if self.client is not None:
-            self.client.key_value_set(f"{self.tag}/{key}", message)
+        """Tells the others.
+
+        Raises:
+            CheckpointError: the service, which process 0 runs, did not take it in time.
+        """
+        if self.client is None:
+            return
+        # In a thread of its own: the call has no time limit, and process 0 may hang.
+        told = threading.Thread(target=self.client.key_value_set, args=(f"{self.tag}/{key}", message), daemon=True)
+        told.start()
+        told.join(self.timeout)
+        if told.is_alive():
+            raise _silent(0, "listen", self.timeout, "the coordination service does not answer")
 
     def wait(self, key: str, *, process: int, phase: str) -> str:
         """Another process's message.
@@ -36,11 +48,7 @@ class Group:
         try:
             return self.client.blocking_key_value_get(f"{self.tag}/{key}", int(self.timeout * 1000))
         except Exception as error:
-            raise CheckpointError(
-                f"process {process} did not get through the phase `{phase}` within {self.timeout:g} s",
-                [Fault(f"process {process}", f"a message after `{phase}`", str(error).partition("\n")[0][:200])],
-                hint="see that process's own log; nothing was committed",
-            ) from error
+            raise _silent(process, phase, self.timeout, str(error).partition("\n")[0][:200]) from error
 
     def part(self) -> None:
         """Ends it here. Once all have, process 0 deletes the messages: a month of saves leaves none in the service."""
@@ -59,6 +67,14 @@ class Group:
         for tag in [self.tag, *_late]:
             self.client.key_value_delete(tag)
         _late.clear()
+
+
+def _silent(process: int, phase: str, timeout: float, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"process {process} did not get through the phase `{phase}` within {timeout:g} s",
+        [Fault(f"process {process}", f"a message after `{phase}`", why)],
+        hint="see that process's own log; nothing was committed",
+    )
 
 
 def here() -> tuple[int, int]:

@@ -53,7 +53,7 @@ def replica_mismatches(state: Any) -> list[Fault]:
 @jax.jit
 def _fingerprint(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Two sums over the bits, weighted by position: a change of any bit, or of two values' places, changes them."""
-    if x.dtype == jnp.bool_ or jax.dtypes.itemsize_bits(x.dtype) < 8:  # Exact in what is wide enough for bits.
+    if x.dtype == jnp.bool_ or _bits(x.dtype) < 8:  # Exact in what is wide enough for bits.
         bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     elif x.dtype.itemsize == 1:
         bits = jax.lax.bitcast_convert_type(x, jnp.uint8)
@@ -66,6 +66,10 @@ def _fingerprint(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     first = jnp.sum(bits * (at * jnp.uint32(2654435761) | jnp.uint32(1)), dtype=jnp.uint32)
     second = jnp.sum((bits ^ (bits >> 15)) * (at * jnp.uint32(2246822519) | jnp.uint32(1)), dtype=jnp.uint32)
     return first, second
+
+
+def _bits(dtype: Any) -> int:
+    return (jnp.finfo if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo)(dtype).bits
 
 
 def _odd(name: str, box: str, prints: dict[str, str]) -> list[Fault]:

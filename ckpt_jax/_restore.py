@@ -58,7 +58,7 @@ def restore(
         on_missing: `"keep"` takes what `like` holds where the checkpoint has no such leaf.
         on_extra: `"ignore"` leaves out what the checkpoint has beyond `like`.
         cast: convert a leaf to the dtype that `like` holds, instead of refusing it. Values are rounded; one that
-            would wrap or become infinite is a Mismatch.
+            would wrap or become infinite is a Mismatch. Floats become ints by cutting off what is behind the point.
 
     Returns:
         A new tree, bit for bit what was saved; its arrays own their memory and can be donated.
@@ -115,7 +115,7 @@ def fetch(
         raise Mismatch(
             f"{place} does not fit `like` in {places}",
             faults,
-            hint=f"`ckpt-jax show {place}` lists what was saved",
+            hint=_advice(saved, flat, wanted, place),
         )
     values = kept | _read(place, manifest, pairs)
 
@@ -124,6 +124,25 @@ def fetch(
         return flat.unflatten(values)
 
     return finish
+
+
+def _advice(saved: dict[str, Leaf], flat: _tree.Flat, wanted: Callable[[str], bool], place: _storage.Folder) -> str:
+    """What to do about names that do not agree."""
+    more = [name for name in saved if name not in flat.leaves]
+    less = [name for name in flat.leaves if wanted(name) and name not in saved]
+    advice = []
+    # Both sides have odd names: is one of them just wrapped once more than the other?
+    lower, upper = {name.partition(".")[2] for name in more}, {name.partition(".")[2] for name in less}
+    if set(flat.leaves) & lower:
+        under = next(name.partition(".")[0] for name in more if name.partition(".")[2] in flat.leaves)
+        advice.append(f"the checkpoint has these leaves under {under!r}: like={{{under!r}: …}}")
+    elif set(saved) & upper:
+        over = next(name.partition(".")[0] for name in less if name.partition(".")[2] in saved)
+        advice.append(f"`like` has these leaves under {over!r}, the checkpoint has not")
+    else:
+        advice += ['on_extra="ignore" leaves out what `like` has not, only= restores a part'] if more else []
+        advice += ['on_missing="keep" keeps what the checkpoint has not'] if less else []
+    return "; ".join([*advice, f"`ckpt-jax show {place}` lists what was saved"])
 
 
 def _check_arguments(on_missing: str, on_extra: str, sharding: Any, cast: Any) -> None:
@@ -253,7 +272,9 @@ def _uneven(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> str | No
     try:
         sharding.shard_shape(shape)
     except (ValueError, IndexError) as error:  # IndexError: a 0-d array cut along an axis.
-        return f"{list(shape)} cannot be cut as its sharding says: {str(error).partition(chr(10))[0][:200]}"
+        if len(getattr(sharding, "spec", ())) > len(shape):
+            return f"{list(shape)} has {len(shape)} axes, and its PartitionSpec {len(sharding.spec)}"  # pyright: ignore[reportAttributeAccessIssue]
+        return f"{list(shape)} cannot be cut as its sharding says: {' '.join(str(error).split())[:400]}"
     return None
 
 
@@ -301,7 +322,8 @@ def _same_sort(dtype: str, scalar: str) -> bool:
 
 def _exactly(value: Any, dtype: str) -> bool:
     try:
-        held = np.asarray(value).astype(dtype) if not isinstance(value, int) else np.array(value, dtype)
+        with np.errstate(all="ignore"):
+            held = np.asarray(value).astype(dtype) if not isinstance(value, int) else np.array(value, dtype)
     except (OverflowError, ValueError):
         return False
     back = held.item()  # Not `held == value`, which NumPy compares in the narrower type.
@@ -465,19 +487,29 @@ def _from_int(value: int, dtype: str) -> np.ndarray:
 
 def _read_arrays(place: _storage.Folder, manifest: Manifest, pairs: dict[str, tuple[Leaf, Target]]) -> dict[str, Any]:
     source = _arrays.Source(place / manifest.state, manifest.state_files)
-    staging = _place.Staging()
+    buffers = _arrays.Buffers()
     plans: dict[str, _place.Plan] = {}
     values: dict[str, Any] = {}
+    staged: dict[str, int] = {}
     unfit: dict[str, Fault] = {}
+    bad: list[tuple[_arrays.Wanted, str]] = []
 
     def requests() -> Iterator[_arrays.Wanted]:
-        for turn, (name, (leaf, want)) in enumerate(pairs.items()):
-            plan = _place.Plan(leaf, want, staging, turn)
+        for name, (leaf, want) in pairs.items():
+            plan = _place.Plan(leaf, want, buffers)
             if plan.coords:
                 plans[name] = plan
                 yield from _arrays.wanted(name, leaf, plan.coords)
             else:
                 values[name] = plan.finish()
+
+    def room(chunk: _arrays.Wanted) -> bool:
+        if chunk.name not in staged:
+            needed = plans[chunk.name].staged
+            if needed and sum(staged.values()) + needed > _arrays.WINDOW // 2:
+                return False
+            staged[chunk.name] = needed
+        return True
 
     def use(chunk: _arrays.Wanted, data: memoryview) -> Any:
         plan = plans[chunk.name]
@@ -485,18 +517,19 @@ def _read_arrays(place: _storage.Folder, manifest: Manifest, pairs: dict[str, tu
             return (plan.alone(data),) if plan.is_alone else plan.add(chunk.coords, data)
         except _place.Unfit as error:
             unfit[chunk.name] = Fault(chunk.name, f"values that fit in {plan.want.dtype}", str(error))
-            plan.give_up()
             return False
 
-    bad: list[tuple[_arrays.Wanted, str]] = []
-    for chunk, done, found in _arrays.read(requests(), [source], use):
+    for chunk, done, found in _arrays.read(requests(), [source], use, room=room):
         if done is None:
             bad.append((chunk, found))
-            plans[chunk.name].give_up()
+            plans[chunk.name].pieces = {}
         elif isinstance(done, tuple):
             values[chunk.name] = done[0]
-        elif done and not bad and not unfit:
+            del plans[chunk.name]
+        elif done:
             values[chunk.name] = plans.pop(chunk.name).finish()
+        if done is not False or chunk.name in unfit:
+            staged.pop(chunk.name, None)
     if bad:
         raise _faults.unreadable(place, manifest, bad)
     if unfit:

@@ -25,7 +25,7 @@ def resume(root: _storage.Folder, like: Any, group: _processes.Group, log: Log) 
         if place is None:
             return like, None
         found, error = _read(place, like)
-        verdicts = _exchange(group, turn, "ok" if error is None else f"{_kind(error)}: {error}")
+        verdicts = _exchange(group, turn, "ok" if error is None else f"{_kind(error)}: {_why(error)}")
         if all(verdict == "ok" for verdict in verdicts):
             assert found is not None
             manifest, finish = found
@@ -62,8 +62,8 @@ def _newest(root: _storage.Folder, log: Log) -> _storage.Folder | None:
         except NotFound:
             continue
         except Corrupt as error:
-            _commit.mark_bad(place, str(error))
-            log.add("fell back", step, message=str(error))
+            _commit.mark_bad(place, _why(error))
+            log.add("fell back", step, message=_why(error))
             continue
         return place
     return None
@@ -79,6 +79,12 @@ def _read(place: _storage.Folder, like: Any) -> tuple[Any, CheckpointError | OSE
 
 def _kind(error: Exception) -> str:
     return "corrupt" if isinstance(error, Corrupt) else "gone" if isinstance(error, NotFound) else "failed"
+
+
+def _why(error: Exception) -> str:
+    """What was wrong, without advice: a mark is read long after."""
+    faults = error.faults[:20] if isinstance(error, CheckpointError) else ()
+    return "; ".join(map(str, faults)) or (error.summary if isinstance(error, CheckpointError) else str(error))
 
 
 def _exchange(group: _processes.Group, turn: int, verdict: str) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from . import _commit, _storage, _values, _verify
+from . import _commit, _storage, _values
 from .errors import CheckpointError
 
 DAY = 86_400.0  # Seconds.
@@ -195,6 +195,8 @@ def prune(root: _storage.PathLike, keep: Keep, *, dry_run: bool = False) -> list
 def _check_newest(root: _storage.Folder, found: Mapping[int, Facts], go: Sequence[int]) -> None:
     """Reads the newest step, and raises Corrupt, before the last other one is deleted: then all hangs on it."""
     if go and len(found) - len(go) == 1:
+        from . import _verify  # Here, because listing a root is to import no array library.
+
         _verify.verify((root / str(max(found))).url).check()
 
 

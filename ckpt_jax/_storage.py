@@ -190,8 +190,13 @@ class Folder:
         if not self.local:
             self.write(name, data)
             return
-        self.write(name + ".tmp", data)
-        os.replace(self._path(name + ".tmp"), self._path(name))
+        try:
+            self.write(name + ".tmp", data)
+            os.replace(self._path(name + ".tmp"), self._path(name))
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(self._path(name + ".tmp"))
+            raise
         self.sync()
 
     @_os_errors

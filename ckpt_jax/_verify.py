@@ -104,9 +104,10 @@ def progress(path: _storage.PathLike, level: Level = "chunks") -> Iterator[tuple
             done += chunk.size
             yield done, max(total, done)
         if bad:
-            still_there(place, manifest)
             faults += _faults.chunk_faults(place, manifest, bad)
         faults += _header_faults(source.store, manifest)
+        if faults:
+            still_there(place, manifest)
     yield Report(place.url, level, tuple(faults), chunks, done, time.perf_counter() - started)
 
 

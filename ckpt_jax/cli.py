@@ -1,4 +1,4 @@
-"""The command line: `ckpt-jax ls`, `show`, `verify`, `diff`, `demo`; all but the demo start no device."""
+"""The command line: looks into checkpoints, checks, thins out and proves; only `demo` and `prove` start a device."""
 
 import json
 import sys
@@ -51,7 +51,7 @@ def _fail(message: str, code: int) -> NoReturn:
 
 @app.command(epilog=_CODES)
 def ls(root: Annotated[str, typer.Argument(help="A folder of checkpoints.")], as_json: Json = False) -> None:
-    """Lists the checkpoints in a folder, with what is damaged and what was never finished."""
+    """Lists the checkpoints in a folder: `ok` are those whose files are all there; `verify` reads them too."""
     place = _storage.folder(root)
     names = [name for name in _in_order(place.entries()) if _commit.TMP in name or _is_step(name)]
     rows = [row for name in names if (row := _row(place / name)) is not None]
@@ -205,11 +205,14 @@ def _spread(leaf: Leaf, manifest: Manifest) -> str:
     sharding = _sharding(leaf, manifest)
     if sharding is None:
         return leaf.host and "on the host"
-    if "spec" not in sharding:
-        return f"{sharding['devices']} device{'s' * (sharding['devices'] > 1)}"
-    axes = "×".join(f"{name}{size}" for name, size in sharding["axes"].items())
-    parts = ("+".join(p) if isinstance(p, list) else p or "–" for p in sharding["spec"])
-    return f"({', '.join(parts)}) on {axes}"
+    try:
+        if "spec" not in sharding:
+            return f"{sharding['devices']} device{'s' * (sharding['devices'] > 1)}"
+        axes = "×".join(f"{name}{size}" for name, size in sharding["axes"].items())
+        parts = ("+".join(p) if isinstance(p, list) else p or "–" for p in sharding["spec"])
+        return f"({', '.join(parts)}) on {axes}"
+    except (KeyError, TypeError, AttributeError):  # For information only, so nobody has checked it.
+        return "?"
 
 
 def _bytes(leaf: Leaf) -> str:
@@ -268,6 +271,72 @@ def diff(a: Path, b: Path, as_json: Json = False) -> None:
         raise typer.Exit(DIFFERS)
 
 
+Root = Annotated[str, typer.Argument(help="A folder of checkpoints.", show_default=False)]
+
+
+@app.command(epilog=_CODES)
+def prune(  # noqa: PLR0917  A command's options, not a call's.
+    root: Root,
+    last: Annotated[int, typer.Option(help="Keep the newest so many.")] = 3,
+    daily: Annotated[int, typer.Option(help="Keep the newest of each of the last so many days.")] = 0,
+    every: Annotated[int | None, typer.Option(help="Keep the steps that this divides.", show_default=False)] = None,
+    best: Annotated[str | None, typer.Option(help="Keep where this metric was best.", show_default=False)] = None,
+    count: Annotated[int, typer.Option(help="How many of the best.")] = 1,
+    largest: Annotated[bool, typer.Option("--max", help="The largest value is best, not the smallest.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Delete nothing; say what would be.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Deletes the checkpoints that no option keeps, and what killed saves left; the newest good one always stays."""
+    from . import _retain
+
+    rule = _retain.Best(best, count, "max" if largest else "min") if best is not None else None
+    place = _storage.folder(root)
+    if not _commit.steps(place):
+        raise NotFound(f"there are no checkpoints in {place}", hint=_unlisted(place) or "check the path")
+    gone = _retain.prune(root, _retain.Keep(last, daily, every, rule), dry_run=dry_run)
+    kept = [step for step in _commit.steps(place) if step not in gone]
+    if as_json:
+        _print_json({"root": place.url, "dry_run": dry_run, "deleted": gone, "kept": kept})
+    else:
+        print(f"{'would delete' if dry_run else 'deleted'}: {', '.join(map(str, gone)) or 'nothing'}")
+        print(f"kept: {', '.join(map(str, kept))}")
+
+
+@app.command(epilog=_CODES)
+def rollback(
+    root: Root, step: Annotated[int, typer.Argument(help="The step to go back to.")], as_json: Json = False
+) -> None:
+    """Makes an earlier step the newest again; later ones are put aside under another name, not deleted."""
+    from . import _retain
+
+    moved = _retain.rollback(root, step)
+    if as_json:
+        _print_json({"root": _storage.folder(root).url, "newest": step, "aside": moved})
+    else:
+        print(f"step {step} is the newest now; put aside: {', '.join(moved) or 'nothing'}")
+
+
+@app.command(epilog=_CODES)
+def prove(
+    program: Annotated[str, typer.Argument(help="module:function; takes (root, steps), yields (step, state, ids).")],
+    steps: Annotated[int, typer.Option(help="How many steps to run.")] = 20,
+    at: Annotated[list[int] | None, typer.Option(help="Kill after this step; may be given again.")] = None,
+    processes: Annotated[int, typer.Option(help="JAX processes, on CPU.")] = 1,
+    as_json: Json = False,
+) -> None:
+    """Runs a program undisturbed, and again with a kill and a resume, and compares all to the bit."""
+    from . import prove as proving
+
+    proof = proving.prove_resume(program, steps=steps, interrupt_at=at or [7], processes=processes)
+    if as_json:
+        faults = [{"place": f.place, "expected": f.expected, "found": f.found} for f in proof.faults]
+        _print_json({"program": program, "steps": steps, "interrupted": proof.interrupted, "faults": faults})
+    else:
+        print(proof)
+    if not proof.ok:
+        raise typer.Exit(DIFFERS)
+
+
 @app.command(epilog=_CODES)
 def demo(
     root: Annotated[
@@ -313,7 +382,10 @@ def _table(head: list[str], rows: list[tuple[str, ...]]) -> None:
 
 
 def _when(seconds: float | None) -> str:
-    return "–" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    try:
+        return "–" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    except (OverflowError, ValueError, OSError):  # A stranger's clock.
+        return "–"
 
 
 def _size(size: float | None) -> str:

@@ -129,9 +129,9 @@ class Saver:
         self._log = Log(self._root, self._index, on_event)
         self._notice = _preempt.Notice()
         self._told = False  # Whether the others have been told of it.
-        self._meeting = _agree.Meeting(
-            _processes.client(), self._index, self._count, f"ckpt_jax/saver/{next(_numbers)}"
-        )
+        agrees = (every is not None and every.minutes is not None) or not self._notice.service
+        client = _processes.client() if agrees else None
+        self._meeting = _agree.Meeting(client, self._index, self._count, f"ckpt_jax/saver/{next(_numbers)}")
         self._failures: list[BaseException] = []
         self._lost: int | None = None  # The newest step whose save failed, while nothing newer is committed.
         self._last = time.monotonic()

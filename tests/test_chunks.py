@@ -57,7 +57,8 @@ def test_a_sharded_axis_that_is_prime_is_not_cut_into_single_rows() -> None:
     assert _chunks.grid((2 * 50261, 4096), (50261, 4096), 4) == (50261, 82)
     assert _chunks.grid((2 * 50261, 2 * 4099), (50261, 4099), 4) == (50261, 4099), "larger than asked, if both are"
     huge = _chunks.grid((2 * 1000003, 2 * 4099), (1000003, 4099), 4)
-    assert huge == (1, 4099), "but not as large as 16 GB"
+    assert huge == (1000003, 1), "but not as large as 16 GB"
+    assert _chunks.grid((2 * 268435459,), (268435459,), 4) == (268435459,), "nor as small as a number"
 
 
 @pytest.mark.parametrize("holders", [[0], [3], [0, 1], [1, 4, 6], list(range(8))])

@@ -184,3 +184,33 @@ def test_a_terminal_sees_progress(runs):
     assert b"verifying" in shown
     assert b"verifying" not in out
     assert b"all as they were saved" in out
+
+
+def test_prune_keeps_by_its_options_and_says_what_it_did(tmp_path):
+    for step in (1, 2, 3, 4):
+        ck.save(tmp_path / str(step), {"w": np.ones(3)})
+    out = run("prune", tmp_path, "--last", 1, "--every", 2, "--dry-run").stdout
+    assert out == "would delete: 1, 3\nkept: 2, 4\n"
+    assert ck.steps(tmp_path) == [1, 2, 3, 4]
+    assert as_json("prune", tmp_path, "--last", 1, "--every", 2)["deleted"] == [1, 3]
+    assert ck.steps(tmp_path) == [2, 4]
+    assert "there are no checkpoints" in run("prune", tmp_path / "nowhere", code=2).stderr
+
+
+def test_rollback_says_where_the_later_ones_are(tmp_path):
+    for step in (1, 2):
+        ck.save(tmp_path / str(step), {"w": np.ones(3)})
+    out = run("rollback", tmp_path, 1).stdout
+    assert out.startswith("step 1 is the newest now; put aside: 2.rolled-back-")
+    assert ck.steps(tmp_path) == [1]
+    run("rollback", tmp_path, 7, code=2)
+
+
+@pytest.mark.parametrize(
+    ("program", "code", "told"), [("good", 0, "are the same to the bit"), ("no_key", 1, ": key: ")]
+)
+def test_prove_prints_the_proof_and_exits_by_it(program, code, told):
+    command = [sys.executable, "-m", "ckpt_jax.cli", "prove", f"tests.programs:{program}", "--steps", "5", "--at", "4"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == code, done.stderr
+    assert told in done.stdout

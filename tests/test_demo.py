@@ -125,7 +125,10 @@ def test_it_tells_where_all_is_and_what_to_type_next(story: tuple[Path, str]):
 
 
 def test_ctrl_c_ends_the_trainer_too(tmp_path: Path):
-    child = subprocess.Popen(demo(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    # A shell's background job ignores the signal, and what it starts inherits that: here it is heeded again.
+    heed = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+    command = [sys.executable, "-c", heed, *demo(tmp_path)]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert child.stdout is not None
     with child.stdout:
         assert any("parameters" in line for line in child.stdout)  # The trainer runs.

@@ -104,6 +104,43 @@ def test_a_hundred_saves_and_restores_hold_no_memory(tmp_path, mesh8):
     assert psutil.Process().memory_info().rss - before < 40e6  # 100 times 9.8 MB went in and out.
 
 
+def test_an_empty_leaf_before_a_large_one(tmp_path):
+    tree = {"a": jnp.zeros((0,)), "b": jnp.zeros((40_000_000,)), "c": jnp.zeros((0, 3))}
+    ck.save(tmp_path / "1", tree)
+    assert same(ck.restore(tmp_path / "1", tree), tree)
+
+
+def test_damage_in_a_large_leaf_before_another_is_told(tmp_path, mesh8):
+    """No thread waits for memory that a leaf holds which will never be whole."""
+    n = 41_000_000
+    manifest = ck.save(tmp_path / "1", {"a": np.full(n, 1, np.float32), "b": np.full(n, 2, np.float32)})
+    source = _arrays.Source(_storage.folder(tmp_path / "1" / "state"), manifest.state_files)
+    value = source.tree.find("a/c/0")
+    with (tmp_path / "1" / "state" / value.file).open("r+b") as file:
+        file.seek(value.offset + 5)
+        file.write(b"\x55")
+    like = {k: jax.ShapeDtypeStruct((n,), np.float32, sharding=NamedSharding(mesh8, P("x"))) for k in "ab"}
+    for _ in range(5):
+        with pytest.raises(ck.Corrupt, match=r"  a: expected chunk \[0\]"):
+            ck.restore(tmp_path / "1", like)
+
+
+def test_what_befalls_a_thread_is_raised(tmp_path, monkeypatch):
+    tree = {"a": np.zeros(10_000_000, np.float32), "b": np.zeros(40_000_000, np.float32)}
+    ck.save(tmp_path / "1", tree)
+    take = _arrays.Buffers.take
+
+    def failing(self, size):
+        if size == 40_000_000:
+            raise MemoryError("no memory for 40 MB")
+        return take(self, size)
+
+    monkeypatch.setattr(_arrays.Buffers, "take", failing)
+    like = {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in tree.items()}
+    with pytest.raises(MemoryError, match="no memory"):
+        ck.restore(tmp_path / "1", like)
+
+
 def test_an_exact_name_is_no_glob(memory):
     ck.save(memory, {"x[1]": 1, "x1": 2, "*": 3})
     assert ck.restore(memory, only="x[1]") == {"x[1]": 1}

@@ -280,7 +280,6 @@ def test_deleting_never_follows_a_link(tmp_path: Path) -> None:
     ck.save(tmp_path / "run" / "1", TREE)
     (tmp_path / "run" / "1" / "notes").symlink_to(precious)
     (tmp_path / "run" / "1" / "state" / "thesis").symlink_to(precious / "thesis")
-    ck.save(tmp_path / "run" / "1", TREE, overwrite=True)
     _commit.delete(folder(tmp_path / "run" / "1"))
     assert os.listdir(tmp_path / "run") == ["LATEST"]
     (tmp_path / "run" / "2").symlink_to(precious)
@@ -289,6 +288,26 @@ def test_deleting_never_follows_a_link(tmp_path: Path) -> None:
     _commit.clear(folder(tmp_path / "run" / "3"))
     assert os.listdir(tmp_path / "run") == ["LATEST"]
     assert (precious / "thesis").read_text() == "all of it"
+
+
+def test_overwriting_never_deletes_what_is_not_ours(tmp_path: Path) -> None:
+    ck.save(tmp_path / "1", TREE)
+    (tmp_path / "1" / "state" / "notes.txt").write_text("mine")
+    with pytest.raises(ck.Exists, match=r"holds files that are not ckpt_jax's to delete:\n.* found state/notes.txt"):
+        ck.save(tmp_path / "1", TREE, overwrite=True)
+    (tmp_path / "1" / "state" / "notes.txt").unlink()
+    ck.save(tmp_path / "1", TREE, overwrite=True)
+
+
+def test_no_checkpoint_lies_in_another(tmp_path: Path) -> None:
+    ck.save(tmp_path / "1", TREE)
+    with pytest.raises(ck.Exists, match="would lie inside the checkpoint"):
+        ck.save(tmp_path / "1" / "2", TREE)
+
+
+def test_a_name_that_marks_what_is_not_finished_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="which marks what is not finished"):
+        ck.save(tmp_path / "1.orbax-checkpoint-tmp-mine", TREE)
 
 
 def test_a_file_that_became_a_link_is_no_longer_that_file(tmp_path: Path) -> None:
@@ -794,7 +813,8 @@ def test_a_checkpoint_deleted_between_two_chunks_is_not_found(tmp_path: Path, mo
         return check(*arguments)
 
     monkeypatch.setattr(_arrays, "_check", late)
-    monkeypatch.setattr(_arrays.read, "__defaults__", (1000,))
+    use, _, room = _arrays.read.__defaults__ or ()
+    monkeypatch.setattr(_arrays.read, "__defaults__", (use, 1000, room))
     with pytest.raises(ck.NotFound, match=r"deleted while being read"):
         ck.restore(tmp_path / "1")
     assert os.listdir(tmp_path) == ["LATEST"]

@@ -503,7 +503,7 @@ def test_weak_type_is_as_like_has_it(weak: bool, memory: str):
     value = {"x": jnp.asarray(2.0) if weak else jnp.ones(())}
     assert value["x"].weak_type == weak
     ck.save(memory, value)
-    round_trip(f"{memory}/1", value)
+    round_trip(f"{memory}.1", value)
     for like in (jnp.asarray(3.0), jnp.zeros(())):
         restored = ck.restore(memory, like={"x": like})["x"]
         assert restored.weak_type == like.weak_type
@@ -1177,6 +1177,45 @@ def test_a_cast_that_loses_a_part_of_the_number_is_refused(memory: str):
         ck.restore(memory, like={"a": np.zeros(2, np.float32), "b": np.float32(0)}, cast=True)
 
 
+@pytest.mark.parametrize("dtype", ["float4_e2m1fn", "float8_e4m3fn", "int32", "uint4"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_cast_that_makes_a_number_of_nan_or_infinity_is_refused(value, dtype, memory: str):
+    if dtype == "float8_e4m3fn" and np.isnan(value):
+        return  # It has NaN, if no infinity.
+    ck.save(memory, {"a": np.array([1, value], np.float32)})
+    with pytest.raises(ck.Mismatch, match=f"such as {value}"):
+        ck.restore(memory, like={"a": np.zeros(2, jnp.dtype(dtype))}, cast=True)
+
+
+def test_a_cast_for_which_numpy_has_no_way_goes_by_a_wider_dtype(memory: str):
+    ck.save(memory, {"a": np.array([3, 7], ml_dtypes.int4), "b": np.array([2, 0.5], ml_dtypes.float8_e4m3fn)})
+    like = {"a": np.zeros(2, ml_dtypes.uint4), "b": np.zeros(2, ml_dtypes.float8_e8m0fnu)}
+    restored = ck.restore(memory, like=like, cast=True)
+    assert restored["a"].astype(int).tolist() == [3, 7]
+    assert restored["b"].astype(float).tolist() == [2, 0.5]
+
+
+def test_a_python_int_that_no_float_holds_is_refused(memory: str):
+    ck.save(memory, {"a": 2**200})
+    for dtype in ("float32", "float16", "int64"):
+        with pytest.raises(ck.Mismatch, match="does not hold"):
+            ck.restore(memory, like={"a": np.zeros((), dtype)}, cast=True)
+    assert ck.restore(memory, like={"a": np.float64(0)}, cast=True)["a"] == 2.0**200
+
+
+def test_64_bit_values_come_back_where_only_this_thread_has_them(tmp_path: pathlib.Path):
+    """`jax.enable_x64` holds for the thread that says so; chunks are placed in others too."""
+    wide = np.arange(3_000_000) + 2**40
+    tree = {"few": wide[:9], "many": wide, "floats": wide + 0.3, "complex": wide[:5] + 0.3j}
+    ck.save(tmp_path / "1", tree)
+    with jax.enable_x64(True):
+        like = {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in tree.items()}
+        restored = ck.restore(tmp_path / "1", like)
+        for name, value in tree.items():
+            assert restored[name].dtype == value.dtype
+            assert (np.asarray(restored[name]) == value).all()
+
+
 @pytest.mark.parametrize(
     ("values", "dtype", "first"),
     [
@@ -1215,6 +1254,8 @@ def test_a_cast_that_would_wrap_or_overflow_is_refused(values, dtype, first, mem
         (np.array([np.inf, -np.inf, np.nan, 3.3e38, 1e-60]), np.float32),
         (np.array([65504, -65504, 65519]), np.float16),
         (np.array([2**63 - 1, -(2**63)]), np.float32),
+        (np.array([2**63 - 1, -(2**63)]), np.float64),
+        (np.array([3e38, 1], np.float32), np.float64),
         (np.array([0, 1, 1]), np.bool_),
         (np.array([True, False]), np.float32),
         (np.array([True, False]), np.int8),
@@ -1384,7 +1425,8 @@ def test_a_mismatch_lists_everything_at_once_with_both_sides(memory: str):
         "key: checkpoint has key<threefry2x32>[], `like` wants uint32[2]",
     ):
         assert f"\n  {line}\n" in text
-    assert text.endswith(f"hint: `ckpt-jax show {memory}/7` lists what was saved")
+    assert "\n\nhint: on_extra=" in text
+    assert text.endswith(f"`ckpt-jax show {memory}/7` lists what was saved")
     places = {"head.kernel", "head.bias", "layers", "layers.2", "step", "old", "new", "key"}
     assert {fault.place for fault in caught.value.faults} == places
     kernel = next(fault for fault in caught.value.faults if fault.place == "head.kernel")

@@ -1,0 +1,113 @@
+"""Programs to be proven: one that resumes as it should, and the same with something left out each."""
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import ckpt_jax as ck
+
+Step = tuple[int, Any, Any]
+
+
+def _run(root: str, steps: int, change: Callable[[dict[str, Any]], dict[str, Any]], shift: int = 0) -> Iterator[Step]:
+    """Trains a line with everything that a run has; `change` says which part of the state is saved and resumed."""
+    random.seed(0)
+    np.random.seed(0)
+    tx = optax.chain(optax.scale_by_adam(), optax.scale_by_schedule(optax.linear_schedule(-0.1, -0.01, 20)))
+    loader = grain.MapDataset.range(64).shuffle(seed=5).repeat().batch(4).to_iter_dataset()
+    params = {"w": jnp.zeros(4)}
+    state = {
+        "params": params,
+        "opt": tx.init(params),
+        "key": jax.random.key(1),
+        "data": iter(loader),
+        "host_rng": ck.HostRNG(),
+        "step": 0,
+    }
+
+    @jax.jit
+    def update(params: Any, opt: Any, key: jax.Array, batch: jax.Array, noise: jax.Array) -> Any:
+        key, drop = jax.random.split(key)
+        mask = jax.random.bernoulli(drop, 0.5, (4,))
+        grads = jax.grad(lambda p: jnp.sum((p["w"] * mask - batch * noise) ** 2))(params)
+        updates, opt = tx.update(grads, opt, params)
+        return optax.apply_updates(params, updates), opt, key
+
+    with ck.Saver(root, every=ck.Every(steps=3)) as saver:
+        saved, step = saver.resume(change(state))
+        state |= saved
+        if "adam" in saved:  # Of the optimizer just a part was saved.
+            state["opt"] = (state.pop("adam"), state["opt"][1])
+        step += shift if step else 0
+        while step < steps:
+            batch = next(state["data"])
+            noise = jnp.float32(random.random() + np.random.rand())
+            state["params"], state["opt"], state["key"] = update(
+                state["params"], state["opt"], state["key"], jnp.asarray(batch, jnp.float32), noise
+            )
+            step += 1
+            state["step"] = step
+            saver.step(step, change(state))
+            saver.wait()
+            yield step, {name: state[name] for name in ("params", "opt", "key", "step")}, batch
+
+
+def _without(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda state: {key: value for key, value in state.items() if key != name}
+
+
+class _OneOf:
+    """Of the host's two random states, just one."""
+
+    def __init__(self, kept: str):
+        self.kept, self.both = kept, ck.HostRNG()
+
+    def get_state(self) -> Any:
+        return {self.kept: self.both.get_state()[self.kept]}
+
+    def set_state(self, state: Any) -> None:
+        self.both.set_state(self.both.get_state() | state)
+
+
+def good(root: str, steps: int) -> Iterator[Step]:
+    return _run(root, steps, lambda state: state)
+
+
+def no_key(root: str, steps: int) -> Iterator[Step]:
+    return _run(root, steps, _without("key"))
+
+
+def no_numpy_rng(root: str, steps: int) -> Iterator[Step]:
+    return _run(root, steps, lambda state: state | {"host_rng": _OneOf("python")})
+
+
+def no_python_rng(root: str, steps: int) -> Iterator[Step]:
+    return _run(root, steps, lambda state: state | {"host_rng": _OneOf("numpy")})
+
+
+def no_loader(root: str, steps: int) -> Iterator[Step]:
+    return _run(root, steps, _without("data"))
+
+
+def no_schedule_count(root: str, steps: int) -> Iterator[Step]:
+    return _run(root, steps, lambda state: _without("opt")(state) | {"adam": state["opt"][0]})
+
+
+def off_by_one(root: str, steps: int) -> Iterator[Step]:
+    return _run(root, steps, lambda state: state, shift=1)
+
+
+def never_resumes(root: str, steps: int) -> Iterator[Step]:
+    return _run(f"{root}/{os.getpid()}", steps, lambda state: state)
+
+
+def fails(root: str, steps: int) -> Iterator[Step]:
+    raise RuntimeError(f"no such luck in {root} for {steps}")
+    yield

@@ -1,0 +1,331 @@
+"""A run in several real processes: parts, declines, deaths, timeouts, and any number of them resumes."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ckpt_jax as ck
+from tests.test_processes import HEAD, free_port
+
+RUN = (
+    HEAD
+    + """
+import time, signal
+from ckpt_jax import _arrays, _commit, _save, saver as saver_module
+def print_event(event):
+    print(f"{index}: {event}", flush=True)
+def state_at(step):
+    return {"w": place(W + step, P("data", "model")), "all": place(W[:64] + step, P()), "step": step}
+def abstract():
+    return {"w": place(W * 0, P("data", "model")), "all": place(W[:64] * 0, P()), "step": -1}
+def check(state, step):
+    assert state["step"] == step, state["step"]
+    for name, whole in (("w", W + step), ("all", W[:64] + step)):
+        for shard in state[name].addressable_shards:
+            assert (np.asarray(shard.data) == whole[shard.index]).all(), name
+def barrier(name):
+    from jax._src import distributed
+    distributed.global_state.client.wait_at_barrier(name, 60000)
+"""
+)
+
+
+class Run:
+    """So many processes of one script."""
+
+    def __init__(self, body: str, root: Path, count: int, *roots: Path):
+        script, port = RUN + textwrap.dedent(body), free_port()
+        self.children = [
+            subprocess.Popen(
+                [sys.executable, "-c", script, str(i), str(count), str(port), str((roots or [root] * count)[i])],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for i in range(count)
+        ]
+
+    def wait(self, timeout: float = 120) -> tuple[list[int], list[str]]:
+        try:
+            out = [child.communicate(timeout=timeout)[0] for child in self.children]
+        finally:
+            for child in self.children:
+                if child.poll() is None:
+                    child.kill()
+        return [child.returncode for child in self.children], out
+
+    def until(self, index: int, text: str) -> None:
+        out = self.children[index].stdout
+        assert out is not None
+        while text not in (line := out.readline()):
+            assert line, f"process {index} ended before it said {text!r}"
+
+
+def fine(body: str, root: Path, count: int) -> list[str]:
+    codes, out = Run(body, root, count).wait()
+    assert codes == [0] * count, "\n".join(out)
+    return out
+
+
+SAVE = """
+with ck.Saver(root, every=ck.Every(steps=2), on_event=print_event) as saver:
+    state, step = saver.resume(abstract())
+    if step: check(state, step)
+    print("resumed", step, flush=True)
+    for step in range(step + 1, step + 5):
+        saver.step(step, state_at(step), metrics={"loss": 1.0})
+        saver.wait()
+"""
+
+
+def test_4_2_1_and_4_processes_go_on_with_one_run(tmp_path):
+    """Each on a mesh of its own, from what the others left."""
+    for count, expected in ((4, 0), (2, 4), (1, 8), (4, 12)):
+        out = fine(SAVE, tmp_path, count)
+        assert all(f"resumed {expected}\n" in told for told in out), out
+        assert ck.steps(tmp_path)[-1] == expected + 4
+    assert ck.steps(tmp_path) == [2, 4, 6, 8, 10, 12, 14, 16]
+    assert ck.verify(tmp_path / "16").ok
+    assert ck.open(tmp_path / "16").manifest.writers == 4
+    norm = ck.open(tmp_path / "16").manifest.health["all"].norm
+    assert norm == pytest.approx(np.linalg.norm(np.arange(64 * 512, dtype=np.float64) + 16), rel=1e-4)
+
+
+def test_no_message_is_left_in_the_service(tmp_path):
+    out = fine(
+        SAVE
+        + """
+from jax._src import distributed
+barrier("over")
+print("left:", [k for k, _ in distributed.global_state.client.key_value_dir_get("ckpt_jax/")], flush=True)
+barrier("told")
+""",
+        tmp_path,
+        2,
+    )
+    for told in out:
+        assert "left: []" in told
+
+
+def test_a_process_that_is_still_writing_declines_and_nothing_is_committed(tmp_path):
+    out = fine(
+        """
+        write = _arrays.write
+        gate = __import__("threading").Event()
+        def slow(*a, **k):
+            if index == 1: gate.wait(60)
+            return write(*a, **k)
+        _arrays.write = slow
+        with ck.Saver(root, every=ck.Every(steps=1), on_event=print_event) as saver:
+            saver.step(1, state_at(1))
+            time.sleep(0.5)
+            assert not saver.step(2, state_at(2))  # Process 0 waits for 1's part: both are at it.
+            gate.set()
+            saver.wait()
+            saver.step(3, state_at(3))
+        """,
+        tmp_path,
+        2,
+    )
+    assert ck.steps(tmp_path) == [1, 3]
+    assert "step 2 declined" in out[0]
+    assert "step 2 declined" in out[1]
+
+
+def test_one_that_declines_stops_all(tmp_path):
+    """Process 1's last write drags on, while process 0 is through with it."""
+    out = fine(
+        """
+        part = _save._processes.Group.part
+        load = _commit.load
+        gate = __import__("threading").Event()
+        def slow(place):
+            if index == 1 and not gate.is_set(): gate.wait(60)
+            return load(place)
+        with ck.Saver(root, every=ck.Every(steps=1), on_event=print_event) as saver:
+            _commit.load = slow
+            saver.step(1, state_at(1))
+            if index == 0: saver.wait()
+            barrier("first is there")
+            saver.step(2, state_at(2))
+            gate.set()
+            saver._idle.wait()
+            barrier("second is over")
+            saver.step(3, state_at(3))
+        """,
+        tmp_path,
+        2,
+    )
+    assert ck.steps(tmp_path) == [1, 3]
+    assert "step 2 declined: process 1 is still writing the checkpoint before" in out[0]
+
+
+def test_resume_is_unanimous(tmp_path):
+    """Only process 1 reads the damaged chunk: all go back to the step before."""
+    fine(SAVE, tmp_path, 2)
+    assert ck.steps(tmp_path) == [2, 4]
+    data = max((tmp_path / "4" / "state" / "ocdbt.process_1").rglob("d/*"), key=lambda path: path.stat().st_size)
+    whole = bytearray(data.read_bytes())
+    whole[len(whole) // 2] ^= 1
+    data.write_bytes(whole)
+    out = fine(SAVE, tmp_path, 2)
+    for told in out:
+        assert "step 4 fell back: process 1: " in told
+        assert "resumed 2\n" in told
+    assert ck.steps(tmp_path) == [2, 4, 6]
+    assert ck.verify(tmp_path / "4").ok, "it was written anew"
+
+
+def test_a_tree_that_does_not_fit_in_one_process_is_an_error_in_all(tmp_path):
+    fine(SAVE, tmp_path, 2)
+    codes, out = Run(
+        """
+        like = abstract() if index == 0 else abstract() | {"more": 1}
+        with ck.Saver(root) as saver:
+            saver.resume(like)
+        """,
+        tmp_path,
+        2,
+    ).wait()
+    assert 0 not in codes
+    assert "process 1 could not resume" in out[0]
+    assert "Mismatch" in out[1]
+
+
+def test_a_root_that_is_not_shared_is_found_out(tmp_path):
+    """Two hosts with a disk each, under one path."""
+    _, out = Run(
+        """
+        saver = ck.Saver(root, on_event=print_event)
+        saver.save(1, state_at(1))
+        saver._idle.wait()
+        print(type(saver.last_error).__name__, flush=True)
+        os._exit(0)
+        """,
+        tmp_path,
+        2,
+        tmp_path / "a",
+        tmp_path / "b",
+    ).wait()
+    assert "all processes must save to storage that they share" in out[1]
+    assert "process 1 could not write its part" in out[0]
+    assert ck.steps(tmp_path / "a") == ck.steps(tmp_path / "b") == []
+
+
+KILL = """
+from ckpt_jax import _save, _manifest
+victim, phase, how = {victim}, {phase!r}, {how!r}
+def at(name):
+    if index == victim and phase == name and armed[0]:
+        print("now", flush=True)
+        armed[0] = False
+        if how == "raise": raise OSError(5, "Input/output error")
+        os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+armed = [False]
+def before(owner, attribute, name):
+    real = getattr(owner, attribute)
+    def call(*a, **k):
+        at(name)
+        return real(*a, **k)
+    setattr(owner, attribute, call)
+before(_commit, "begin" if index == 0 else "join", "open")
+before(_arrays, "write", "write")
+before(_arrays, "merge", "merge")
+before(_save, "_finish", "manifest")
+before(_commit, "_put_in_place", "rename")
+publish = _save._processes.Group.publish
+def publishing(self, key, message):
+    if key.startswith("part"): at("part")
+    if key == "outcome": at("publish")
+    return publish(self, key, message)
+_save._processes.Group.publish = publishing
+saver = ck.Saver(root, every=ck.Every(steps=1), timeout=4, on_event=print_event)
+saver.step(1, state_at(1))
+saver.wait()
+armed[0] = True
+saver.step(2, state_at(2))
+saver._idle.wait(60)
+print("survived:", saver.last_error, flush=True)
+os._exit(0)
+"""
+PHASES = {0: ["open", "write", "merge", "manifest", "rename", "publish"], 1: ["open", "write", "part"]}
+
+
+@pytest.mark.parametrize("how", ["kill", "stop", "raise"])
+@pytest.mark.parametrize(("victim", "phase"), [(v, p) for v, phases in PHASES.items() for p in phases])
+def test_c103_a_rank_that_dies_hangs_or_fails_costs_its_save_only(tmp_path, victim, phase, how):
+    """The others say which and in which phase, within the timeout; nothing half is there; the next run goes on."""
+    run = Run(KILL.format(victim=victim, phase=phase, how=how), tmp_path, 2)
+    run.until(victim, "now")
+    out, _ = run.children[1 - victim].communicate(timeout=60)
+    if how == "stop":
+        run.children[victim].send_signal(signal.SIGCONT)
+    run.children[victim].communicate(timeout=60)
+    steps = ck.steps(tmp_path)
+    if phase == "publish":
+        assert steps == [1, 2], "it was committed before the others heard of it"
+    else:
+        # One that was stopped may go on, and finish what it was at.
+        assert steps in ([[1], [1, 2]] if how == "stop" else [[1]])
+    if how == "raise":
+        assert phase == "publish" or "Input/output error" in out
+    elif victim == 0 and how == "kill":
+        assert run.children[1].returncode != 0, "JAX ends what has lost its coordinator"
+    else:
+        assert f"process {victim} did not get through the phase" in out
+    for step in steps:
+        assert ck.verify(tmp_path / str(step)).ok
+    told = fine(SAVE, tmp_path, 2)
+    assert f"resumed {steps[-1]}\n" in told[0]
+    assert not [name for name in os.listdir(tmp_path) if "tmp" in name]
+
+
+def test_minutes_are_agreed_on_ahead(tmp_path):
+    """Process 0 looks at the clock; both save the same step, though one is ahead of the other."""
+    out = fine(
+        """
+        with ck.Saver(root, every=ck.Every(minutes=0.3 / 60), on_event=print_event) as saver:
+            for step in range(1, 101):
+                time.sleep(0.01 if index else 0.012)
+                saver.step(step, {"step": step, "w": W[:8]})
+                if step % 10 == 0: barrier(f"at {step}")
+        """,
+        tmp_path,
+        2,
+    )
+    steps = ck.steps(tmp_path)
+    assert len(steps) >= 2
+    for told in out:
+        assert [int(step) for step in re.findall(r"step (\d+) snapshot:", told)][: len(steps)] == steps
+
+
+def test_preemption_stops_all_at_the_same_step(tmp_path):
+    """SIGTERM to one of them, through JAX's own service."""
+    run = Run(
+        """
+        with ck.Saver(root, every=ck.Every(steps=10**6), on_event=print_event) as saver:
+            step = 0
+            while step < 10**5 and not saver.preempted:
+                step += 1
+                saver.step(step, {"step": step, "w": W[:8]})
+                if step == 3: print("running", flush=True)
+                time.sleep(0.02)
+        print("left", step, flush=True)
+        """,
+        tmp_path,
+        2,
+    )
+    for index in (0, 1):
+        run.until(index, "running")
+    run.children[1].send_signal(signal.SIGTERM)
+    codes, out = run.wait()
+    assert codes == [0, 0], out
+    (step,) = ck.steps(tmp_path)
+    assert all(f"left {step}\n" in told for told in out), out

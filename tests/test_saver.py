@@ -1,0 +1,607 @@
+"""A run's checkpoints in one process: taken at the call, written behind, resumed to the bit."""
+
+import ctypes
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import ckpt_jax as ck
+from ckpt_jax import _arrays, _snapshot
+from tests.trees import same
+
+
+class Gate:
+    """Holds the writer back until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.open, self.waiting = threading.Event(), threading.Event()
+        write = _arrays.write
+
+        def slow(*arguments: Any, **named: Any) -> Any:
+            self.waiting.set()
+            assert self.open.wait(60)
+            return write(*arguments, **named)
+
+        monkeypatch.setattr(_arrays, "write", slow)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    return Gate(monkeypatch)
+
+
+def kinds(events: list[ck.Event]) -> list[str]:
+    return [event.kind for event in events]
+
+
+def test_the_loop_of_the_readme_resumes_where_it_was(root):
+    def train(total: int) -> list[float]:
+        values = []
+        with ck.Saver(root, every=ck.Every(steps=2), keep=ck.Keep(last=2)) as saver:
+            state, step = saver.resume({"w": jnp.zeros(3), "key": jax.random.key(0), "step": 0})
+            while step < total and not saver.preempted:
+                key, draw = jax.random.split(state["key"])
+                step += 1
+                state = {"w": state["w"] + jax.random.normal(draw, 3), "key": key, "step": step}
+                values.append(float(state["w"].sum()))
+                saver.step(step, state, metrics={"sum": values[-1]})
+                saver.wait()
+        return values
+
+    first = train(5)
+    assert ck.steps(root) == [2, 4]
+    second = train(8)
+    assert len(second) == 4, "it goes on with step 5"
+    assert first[4] == second[0]
+    assert ck.steps(root) == [6, 8]
+    assert ck.open(f"{root}/8").manifest.metrics == {"sum": second[-1]}
+
+
+# --- snapshots --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_host", [True, False], ids=["views", "copies to the host"])
+def test_c053_c054_nothing_done_to_the_state_afterwards_is_saved(memory, mesh42, monkeypatch, gate, on_host):
+    """Donated, changed in place, deleted, dropped: the checkpoint has the values at the call."""
+    monkeypatch.setattr(_snapshot, "ON_HOST", on_host)
+    sharded = jax.sharding.NamedSharding(mesh42, jax.sharding.PartitionSpec("data"))
+    numpy = np.arange(1000.0)
+    state = {
+        "sharded": jax.device_put(jnp.arange(4096.0), sharded),
+        "alone": jnp.arange(100),
+        "numpy": numpy,
+        "list": [1, 2],
+        "key": jax.random.key(3),
+        "generator": np.random.default_rng(1),
+    }
+    expected = {
+        "sharded": np.arange(4096, dtype=np.float32),
+        "alone": np.arange(100, dtype=np.int32),
+        "numpy": numpy.copy(),
+        "list": [1, 2],
+        "key": jax.random.key(3),
+    }
+    draws = np.random.default_rng(1).random(3)
+    with ck.Saver(memory, debug=True) as saver:
+        saver.save(1, state)
+        assert gate.waiting.wait(60)
+        donate = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 - 1, tree), donate_argnums=0)
+        jax.block_until_ready(donate({"sharded": state["sharded"], "alone": state["alone"]}))
+        state["key"].delete()
+        numpy += 1
+        state["generator"].random(100)
+        state["list"].append(3)
+        state["new"] = 1
+        del state
+        gate.open.set()
+        saver.wait()
+    like = expected | {"generator": np.random.default_rng(9)}
+    restored = ck.restore(f"{memory}/1", like)
+    assert (restored.pop("generator").random(3) == draws).all()
+    assert same(restored, expected)
+
+
+def test_a_snapshot_that_something_wrote_to_is_found_in_debug_mode(memory, gate, monkeypatch):
+    """Whoever breaks JAX's promise that arrays are constant is told so, and nothing is committed."""
+    value = jnp.arange(5000.0)
+    with ck.Saver(memory, debug=True) as saver:
+        saver.save(1, {"good": jnp.ones(3), "w": value})
+        assert gate.waiting.wait(60)
+        view = np.asarray(value)
+        ctypes.cast(view.ctypes.data, ctypes.POINTER(ctypes.c_float))[17] = -1
+        gate.open.set()
+        with pytest.raises(ck.CheckpointError, match="the snapshot changed before it was written") as caught:
+            saver.wait()
+        assert [fault.place for fault in caught.value.faults] == ["w"]
+        saver.save(2, {"w": value})
+    assert ck.steps(memory) == [2]
+
+
+def test_c054_a_leaf_that_is_gone_is_refused_at_the_call(memory):
+    gone = jnp.ones(3)
+    gone.delete()
+    with ck.Saver(memory) as saver:
+        with pytest.raises(ck.Unsupported, match="donated"):
+            saver.save(1, {"a": gone})
+        saver.save(2, {"a": jnp.ones(3)})
+    assert ck.steps(memory) == [2]
+
+
+# --- one at a time ----------------------------------------------------------------------------------------------------
+
+
+def test_c060_a_save_that_comes_due_meanwhile_is_skipped_and_told(memory, gate):
+    events: list[ck.Event] = []
+    with ck.Saver(memory, every=ck.Every(steps=1), on_event=events.append) as saver:
+        assert saver.step(1, {"a": 1})
+        assert gate.waiting.wait(60)
+        assert not saver.step(2, {"a": 2})
+        assert not saver.step(3, {"a": 3})
+        assert saver.skipped == 2
+        gate.open.set()
+        saver.wait()
+        assert saver.step(4, {"a": 4})
+    assert ck.steps(memory) == [1, 4]
+    assert kinds(events) == [
+        "started",
+        "snapshot",
+        "skipped",
+        "skipped",
+        "committed",
+        "snapshot",
+        "committed",
+        "closed",
+    ]
+    assert [event.step for event in events if event.kind == "skipped"] == [2, 3]
+
+
+def test_save_waits_for_the_one_before(root):
+    with ck.Saver(root) as saver:
+        for step in (1, 2, 3):
+            saver.save(step, {"a": np.full(1000, step)})
+    assert ck.steps(root) == [1, 2, 3]
+    assert (ck.restore(f"{root}/2")["a"] == 2).all()
+
+
+def test_every_minutes(memory, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with ck.Saver(memory, every=ck.Every(minutes=10)) as saver:
+        for step in range(1, 31):
+            now[0] += 60
+            saver.step(step, {"a": step})
+            saver._idle.wait()
+    assert ck.steps(memory) == [10, 20, 30]
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+def _failing(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    write, left = _arrays.write, [times]
+
+    def fail(*arguments: Any, **named: Any) -> Any:
+        if left[0]:
+            left[0] -= 1
+            raise OSError(28, "No space left on device")
+        return write(*arguments, **named)
+
+    monkeypatch.setattr(_arrays, "write", fail)
+
+
+def test_c056_a_failed_save_is_told_and_training_goes_on(root, monkeypatch):
+    events: list[ck.Event] = []
+    with ck.Saver(root, every=ck.Every(steps=1), on_event=events.append) as saver:
+        saver.step(1, {"a": 1})
+        saver.wait()
+        _failing(monkeypatch, 1)
+        saver.step(2, {"a": 2})
+        with pytest.raises(OSError, match="No space left"):
+            saver.wait()
+        assert isinstance(saver.last_error, OSError)
+        assert ck.steps(root) == [1]
+        saver.step(3, {"a": 3})
+        saver.wait()
+        assert saver.last_error is None
+    assert ck.steps(root) == [1, 3]
+    assert [e.step for e in events if e.kind == "failed"] == [2]
+
+
+def test_so_many_failures_in_a_row_are_an_error(memory, monkeypatch):
+    _failing(monkeypatch, 3)
+    saver = ck.Saver(memory, every=ck.Every(steps=1), max_failures=3)
+    for step in (1, 2, 3):
+        saver.step(step, {"a": step})
+        saver._idle.wait()
+    with pytest.raises(ck.CheckpointError, match=r"the last 3 saves failed:\n  OSError.*\n  OSError.*\n  OSError"):
+        saver.step(4, {"a": 4})
+    saver.step(4, {"a": 4})
+    saver.close()
+    assert ck.steps(memory) == [4]
+
+
+def test_close_raises_if_the_last_save_was_lost(memory, monkeypatch):
+    _failing(monkeypatch, 1)
+    saver = ck.Saver(memory)
+    saver.save(1, {"a": 1})
+    with pytest.raises(OSError, match="No space"):
+        saver.close()
+    saver.close()
+    with pytest.raises(ValueError, match="this Saver is closed"):
+        saver.step(2, {"a": 1})
+
+
+def test_with_does_not_hide_what_ended_it(memory, monkeypatch):
+    _failing(monkeypatch, 1)
+    with pytest.raises(ZeroDivisionError), ck.Saver(memory) as saver:
+        saver.save(1, {"a": 1 / (saver.save(2, {"a": 1}) or 0)})
+
+
+def test_c060_a_step_that_failed_can_be_saved_again(root, monkeypatch):
+    _failing(monkeypatch, 1)
+    with ck.Saver(root) as saver:
+        saver.save(7, {"a": 1})
+        saver.save(7, {"a": 2})
+    assert ck.restore(f"{root}/7") == {"a": 2}
+
+
+def test_c098_a_step_that_is_there_is_not_replaced_and_told(root):
+    events: list[ck.Event] = []
+    ck.save(f"{root}/7", {"a": 1})
+    with ck.Saver(root, on_event=events.append) as saver:
+        saver.save(7, {"a": 2})
+        with pytest.raises(ck.Exists):
+            saver.wait()
+        saver.save(5, {"a": 5})
+    assert ck.restore(f"{root}/7") == {"a": 1}
+    assert ck.steps(root) == [5, 7]
+
+
+# --- resume -----------------------------------------------------------------------------------------------------------
+
+
+def _flip(step: Path) -> None:
+    data = max(step.rglob("d/*"), key=lambda path: path.stat().st_size)
+    whole = bytearray(data.read_bytes())
+    whole[len(whole) // 2] ^= 1
+    data.write_bytes(whole)
+
+
+def _truncate(step: Path) -> None:
+    manifest = step / "MANIFEST.json"
+    manifest.write_bytes(manifest.read_bytes()[:-40])
+
+
+def _remove(step: Path) -> None:
+    max(step.rglob("d/*"), key=lambda path: path.stat().st_size).unlink()
+
+
+@pytest.mark.parametrize("damage", [_flip, _truncate, _remove])
+def test_resume_passes_over_what_is_damaged_and_marks_it(tmp_path, damage):
+    for step in (1, 2, 3):
+        ck.save(tmp_path / str(step), {"w": np.full(5000, step, np.float32), "step": step})
+    damage(tmp_path / "3")
+    events: list[ck.Event] = []
+    like = {"w": np.zeros(5000, np.float32), "step": 0}
+    with ck.Saver(tmp_path, on_event=events.append) as saver:
+        state, step = saver.resume(like)
+        assert (step, state["step"]) == (2, 2)
+        assert [e.step for e in events if e.kind == "fell back"] == [3]
+        assert ck.steps(tmp_path) == [1, 2]
+        # Nobody picks it again, and training on writes it anew.
+        assert saver.resume(like)[1] == 2
+        saver.save(3, {"w": np.full(5000, 33, np.float32), "step": 3})
+    assert ck.steps(tmp_path) == [1, 2, 3]
+    assert ck.verify(tmp_path / "3").ok
+    told = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [line["kind"] for line in told] == kinds(events)
+    assert not (tmp_path / "3" / "BAD.json").exists()
+
+
+def test_a_mark_says_why(tmp_path):
+    ck.save(tmp_path / "1", {"w": np.zeros(5000)})
+    _flip(tmp_path / "1")
+    with ck.Saver(tmp_path) as saver:
+        assert saver.resume({"w": np.zeros(5000)})[1] == 0
+    told = json.loads((tmp_path / "1" / "BAD.json").read_text())
+    assert told["why"].startswith("w: expected chunk [0] in state/ocdbt.process_0/d/")
+    assert told["pid"] == os.getpid()
+
+
+def test_another_tree_is_the_users_error_and_no_damage(root):
+    ck.save(f"{root}/1", {"w": np.zeros(3)})
+    with ck.Saver(root) as saver, pytest.raises(ck.Mismatch, match="does not fit `like`"):
+        saver.resume({"w": np.zeros(4)})
+    assert ck.steps(root) == [1]
+
+
+def test_resume_on_nothing_gives_the_state_back(root):
+    state = {"w": np.zeros(3)}
+    with ck.Saver(root) as saver:
+        assert saver.resume(state) == (state, 0)
+
+
+def test_resume_removes_what_killed_saves_left(tmp_path):
+    ck.save(tmp_path / "1", {"w": 1})
+    leftover = tmp_path / "2.orbax-checkpoint-tmp-0123456789abcdef"
+    (leftover / "state").mkdir(parents=True)
+    with ck.Saver(tmp_path) as saver:
+        assert saver.resume({"w": 0}) == ({"w": 1}, 1)
+    assert not leftover.exists()
+
+
+def test_resume_waits_for_the_save_under_way(memory, gate):
+    with ck.Saver(memory) as saver:
+        saver.save(1, {"w": 1})
+        threading.Timer(0.2, gate.open.set).start()
+        assert saver.resume({"w": 0}) == ({"w": 1}, 1)
+
+
+def test_c091_counts_that_disagree_are_warned_of(memory):
+    optimizer = optax.adam(1e-3)
+    opt = optimizer.init({"w": jnp.zeros(2)})
+    batches = ck.data.global_batches(range(8), 2, seed=0)
+    next(batches)
+    with ck.Saver(memory) as saver:
+        saver.save(3, {"opt": opt, "data": batches, "step": 3})
+        saver.wait()
+        with pytest.warns(UserWarning, match=r"step 3 was resumed, but .*opt.*count is 0"):
+            saver.resume({"opt": opt, "data": batches, "step": 0})
+
+
+# --- health -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16", "complex64", "float8_e4m3fn"])
+def test_an_unhealthy_state_is_not_committed_and_the_leaf_is_named(memory, dtype):
+    events: list[ck.Event] = []
+    bad = np.ones(3000, jnp.dtype(dtype))
+    bad[1234] = np.nan
+    with ck.Saver(memory, on_event=events.append) as saver:
+        saver.save(1, {"ok": np.ones(3), "bad": bad, "ints": np.ones(3, int)})
+        with pytest.raises(ck.Unhealthy, match="bad: expected finite values, found 1 NaN or infinite"):
+            saver.wait()
+        assert ck.steps(memory) == []
+        saver.save(2, {"ok": np.ones(3), "bad": np.ones(3000, jnp.dtype(dtype)), "ints": np.ones(3, int)})
+    assert [(e.kind, e.names) for e in events if e.kind == "rejected"] == [("rejected", ("bad",))]
+    assert ck.steps(memory) == [2]
+    health = ck.open(f"{memory}/2").manifest.health
+    assert health.keys() == {"ok", "bad"}
+    assert health["bad"].norm == pytest.approx(np.sqrt(3000), rel=1e-5)
+
+
+def test_what_is_excepted_may_be_nan(memory):
+    with ck.Saver(memory, health=ck.Health(allow=("metrics",))) as saver:
+        saver.save(1, {"metrics": {"best": np.float32("inf")}, "w": np.ones(2)})
+        saver.wait()
+    with ck.Saver(memory, health=None) as saver:
+        saver.save(2, {"w": np.full(2, np.nan)})
+    assert ck.steps(memory) == [1, 2]
+
+
+def test_a_norm_that_jumps_is_refused(memory):
+    with ck.Saver(memory, health=ck.Health(norm_jump=10.0)) as saver:
+        saver.save(1, {"w": np.ones(4), "z": np.zeros(3)})
+        saver.save(2, {"w": np.full(4, 5.0), "z": np.ones(3)})
+        saver.save(3, {"w": np.full(4, 51.0), "z": np.ones(3)})
+        with pytest.raises(ck.Unhealthy, match="w: expected a norm within 10 times 10, found 102"):
+            saver.wait()
+        saver.save(4, {"w": np.full(4, 49.0), "z": np.ones(3)})
+    assert ck.steps(memory) == [1, 2, 4]
+
+
+def test_large_finite_values_are_healthy(memory):
+    tree = {"f32": np.full(10**6, 3e38, np.float32), "f64": np.full(10, 1e300), "h": np.full(9, 65504, np.float16)}
+    with ck.Saver(memory) as saver:
+        saver.save(1, tree)
+    assert ck.open(f"{memory}/1").manifest.health["f32"].nonfinite == 0
+
+
+# --- live leaves ------------------------------------------------------------------------------------------------------
+
+
+def test_host_rng_generators_and_grain_iterators_go_on_where_they_were(root):
+    loader = grain.MapDataset.range(50).shuffle(seed=1).batch(5).to_iter_dataset()
+    data, generator = iter(loader), np.random.default_rng(5)
+    next(data)
+    random.seed(1)
+    np.random.seed(2)
+    with ck.Saver(root) as saver:
+        saver.save(1, {"rng": ck.HostRNG(), "data": data, "generator": generator})
+        expected = [random.random(), np.random.rand(), generator.random(), next(data).tolist()]
+        saver.wait()
+        state, _ = saver.resume({"rng": ck.HostRNG(), "data": iter(loader), "generator": np.random.default_rng()})
+    found = [random.random(), np.random.rand(), state["generator"].random(), next(state["data"]).tolist()]
+    assert found == expected
+
+
+# --- the end of a process ---------------------------------------------------------------------------------------------
+
+CHILD = """
+import os, sys, time, signal
+os.environ["JAX_PLATFORMS"] = "cpu"
+import numpy as np, ckpt_jax as ck
+from ckpt_jax import _arrays
+root = sys.argv[1]
+write = _arrays.write
+def slow(*a, **k):
+    time.sleep(0.7)
+    return write(*a, **k)
+_arrays.write = slow
+state = {"w": np.arange(10.0)}
+"""
+
+
+def child(body: str, root: Path, **named: Any) -> subprocess.CompletedProcess[str]:
+    script = CHILD + textwrap.dedent(body)
+    return subprocess.run(
+        [sys.executable, "-c", script, str(root)], capture_output=True, text=True, timeout=120, check=False, **named
+    )
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "there"),
+    [("sys.exit(0)", 0, True), ("raise ValueError('x')", 1, True), ("", 0, True), ("os._exit(0)", 0, False)],
+)
+def test_c058_a_process_that_ends_finishes_its_save(tmp_path, end, code, there):
+    done = child(f"saver = ck.Saver(root)\nsaver.save(5, state)\n{end}\n", tmp_path)
+    assert done.returncode == code, done.stderr
+    assert ck.steps(tmp_path) == ([5] if there else [])
+
+
+def test_a_save_that_is_lost_at_the_end_is_said_and_is_no_success(tmp_path):
+    done = child(
+        """
+        def fail(*a, **k): raise OSError(28, "No space left on device")
+        _arrays.write = fail
+        saver = ck.Saver(root)
+        saver.save(5, state)
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 1
+    assert "ckpt_jax: the last save was lost" in done.stderr
+    assert "No space left" in done.stderr
+
+
+def test_a_forked_child_has_no_part_in_it(tmp_path):
+    done = child(
+        """
+        saver = ck.Saver(root)
+        saver.save(5, state)
+        if os.fork() == 0:
+            saver.close()
+            try:
+                saver.step(6, state)
+            except ValueError as error:
+                print("child:", error, flush=True)
+            os._exit(0)
+        os.wait()
+        saver.close()
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "child: this Saver belongs to the process" in done.stdout
+    assert ck.steps(tmp_path) == [5]
+
+
+# --- preemption -------------------------------------------------------------------------------------------------------
+
+LOOP = """
+events = []
+with ck.Saver(root, every=ck.Every(steps=1000), grace={grace}, on_event=lambda e: print(e, flush=True)) as saver:
+    state, step = saver.resume({{"w": np.zeros(10), "step": 0}})
+    while step < 10**6 and not saver.preempted:
+        step += 1
+        state = {{"w": state["w"] + 1, "step": step}}
+        saver.step(step, state)
+        if step == 3: print("running", flush=True)
+        time.sleep(0.01)
+print("left", step, flush=True)
+"""
+
+
+def preempted(root: Path, grace: float, prelude: str = "") -> tuple[int, str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", CHILD + prelude + LOOP.format(grace=grace), str(root)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    while "running" not in process.stdout.readline():
+        pass
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    return process.returncode, out
+
+
+def test_c107_sigterm_saves_once_more_and_leaves(tmp_path):
+    code, out = preempted(tmp_path, 30)
+    assert code == 0
+    assert "the last save is committed" in out
+    (step,) = ck.steps(tmp_path)
+    assert f"left {step}" in out
+    assert ck.restore(tmp_path / str(step))["w"][0] == step
+
+
+def test_a_last_save_that_does_not_fit_is_not_begun(tmp_path):
+    """The write before took 0.7 s, and there are 0.3: it says so, and the newest commit is whole."""
+    prelude = """
+first = ck.Saver(root)
+first.save(0, {'w': np.zeros(10), 'step': 0})
+first.close()
+init = ck.Saver.__init__
+def with_time(self, *a, **k):
+    init(self, *a, **k)
+    self._took = first._took
+ck.Saver.__init__ = with_time
+"""
+    code, out = preempted(tmp_path, 0.3, prelude)
+    assert code == 0
+    assert "no time for a last save" in out
+    assert ck.steps(tmp_path) == [0]
+
+
+def test_sigterm_goes_on_to_the_handler_that_was_there(tmp_path):
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda *_: heard.append("user"))
+    try:
+        with ck.Saver(tmp_path) as saver:
+            os.kill(os.getpid(), signal.SIGTERM)
+            saver.step(1, {"a": 1})
+            assert saver.preempted
+        assert heard == ["user"]
+        assert ck.steps(tmp_path) == [1]
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard == ["user", "user"], "the handler is given back"
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_hundred_saves_leave_memory_flat(tmp_path):
+    import psutil
+
+    tree = {"w": jnp.zeros((512, 1024)), "n": np.zeros(10**5)}
+    with ck.Saver(tmp_path, keep=ck.Keep(last=1)) as saver:
+        for step in range(30):
+            saver.save(step, tree)
+        saver.wait()
+        before = psutil.Process().memory_info().rss
+        for step in range(30, 130):
+            saver.save(step, tree)
+        saver.wait()
+        assert psutil.Process().memory_info().rss < 1.05 * before
+        assert threading.active_count() < 40
+
+
+def test_wrong_arguments_are_told_at_once(memory):
+    with pytest.raises(TypeError, match=r"every is a ckpt_jax\.Every or None"):
+        ck.Saver(memory, every=100)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="Every takes steps=, minutes=, or both"):
+        ck.Every()
+    with pytest.raises(TypeError, match="steps is an int"):
+        ck.Every(steps=1.5)  # pyright: ignore[reportArgumentType]
+    with ck.Saver(memory) as saver:
+        with pytest.raises(TypeError, match="step is an int"):
+            saver.step("7", {})  # pyright: ignore[reportArgumentType]
+        with pytest.raises(TypeError, match="metrics"):
+            saver.save(1, {"a": 1}, metrics={"f": open})
