@@ -2,7 +2,9 @@
 
 import itertools
 import json
+import re
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -124,6 +126,13 @@ def fingerprints(tree: Any, group: _processes.Group) -> dict[tuple[str, int], st
 def _step(target: _storage.Folder, step: int | None) -> int | None:
     named = _commit.step_of(target.name)
     if step is None:
+        if named is None and (found := _LIKE_A_STEP.fullmatch(target.name)):
+            number = found[1]
+            warnings.warn(
+                f"{target.name!r} is no step: `steps`, `latest` and `Saver.resume` find names that are numbers without "
+                f"leading zeros, such as {number!r}",
+                stacklevel=4,
+            )
         return named
     if isinstance(step, bool) or not isinstance(step, (int, np.integer)):
         raise TypeError(f"step is an int, not {step!r}")
@@ -144,6 +153,9 @@ def _packed(what: str, value: Any) -> Any:
     if _values.too_deep(packed):
         raise ValueError(f"{what}: nested too deep")
     return packed
+
+
+_LIKE_A_STEP = re.compile(r"(?:step|ckpt|checkpoint|epoch)?[-_]?0*(\d+)", re.IGNORECASE)
 
 
 class Declined(CheckpointError):

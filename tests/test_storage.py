@@ -299,6 +299,13 @@ def test_overwriting_never_deletes_what_is_not_ours(tmp_path: Path) -> None:
     ck.save(tmp_path / "1", TREE, overwrite=True)
 
 
+@pytest.mark.parametrize("name", ["000100", "step_100", "ckpt-100", "checkpoint100"])
+def test_a_name_that_looks_like_a_step_and_is_none_is_warned_of(tmp_path: Path, name: str) -> None:
+    with pytest.warns(UserWarning, match=f"'{name}' is no step: .* such as '100'"):
+        ck.save(tmp_path / name, TREE)
+    assert ck.latest(tmp_path) is None
+
+
 def test_no_checkpoint_lies_in_another(tmp_path: Path) -> None:
     ck.save(tmp_path / "1", TREE)
     with pytest.raises(ck.Exists, match="would lie inside the checkpoint"):
