@@ -2,8 +2,8 @@
 
     python benchmarks/one_run.py [--repeats 5] [--folder DIR]
 
-The state is the 1.49 GB of `one_checkpoint.py`. ckpt_jax and Orbax each have a process of their own. The step is a jitted
-update of every array, with the state donated.
+The state is the 1.49 GB of `one_checkpoint.py`. ckpt_jax and Orbax each have a process of their own. The
+step is a jitted update of every array, with the state donated.
 """
 
 import argparse

@@ -144,11 +144,11 @@ ck.prune({str(root)!r}, ck.Keep(last=2))
 
 def test_c098_rollback_makes_an_earlier_step_the_newest_and_destroys_nothing(root):
     filled(root, 1, 2, 3)
-    moved = ck.rollback(root, 1)
+    moved = _retain.rollback(root, 1)
     assert ck.steps(root) == [1]
     assert ck.latest(root) == f"{root}/1"
     assert len(moved) == 2
     for name, step in zip(moved, (2, 3), strict=True):
         assert (ck.restore(f"{root}/{name}")["w"] == step).all()
     with pytest.raises(ck.NotFound):
-        ck.rollback(root, 7)
+        _retain.rollback(root, 7)

@@ -22,6 +22,7 @@ import pytest
 
 import ckpt_jax as ck
 from ckpt_jax import _arrays, _snapshot
+from ckpt_jax._events import Event
 from tests.trees import same
 
 
@@ -45,7 +46,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     return Gate(monkeypatch)
 
 
-def kinds(events: list[ck.Event]) -> list[str]:
+def kinds(events: list[Event]) -> list[str]:
     return [event.kind for event in events]
 
 
@@ -146,7 +147,7 @@ def test_c054_a_leaf_that_is_gone_is_refused_at_the_call(memory):
 
 
 def test_c060_a_save_that_comes_due_meanwhile_is_skipped_and_told(memory, gate):
-    events: list[ck.Event] = []
+    events: list[Event] = []
     with ck.Saver(memory, every=ck.Every(steps=1), on_event=events.append) as saver:
         assert saver.step(1, {"a": 1})
         assert gate.waiting.wait(60)
@@ -205,7 +206,7 @@ def _failing(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
 
 
 def test_c056_a_failed_save_is_told_and_training_goes_on(root, monkeypatch):
-    events: list[ck.Event] = []
+    events: list[Event] = []
     with ck.Saver(root, every=ck.Every(steps=1), on_event=events.append) as saver:
         saver.step(1, {"a": 1})
         saver.wait()
@@ -261,7 +262,7 @@ def test_c060_a_step_that_failed_can_be_saved_again(root, monkeypatch):
 
 
 def test_c098_a_step_that_is_there_is_not_replaced_and_told(root):
-    events: list[ck.Event] = []
+    events: list[Event] = []
     ck.save(f"{root}/7", {"a": 1})
     with ck.Saver(root, on_event=events.append) as saver:
         saver.save(7, {"a": 2})
@@ -296,7 +297,7 @@ def test_resume_passes_over_what_is_damaged_and_marks_it(tmp_path, damage):
     for step in (1, 2, 3):
         ck.save(tmp_path / str(step), {"w": np.full(5000, step, np.float32), "step": step})
     damage(tmp_path / "3")
-    events: list[ck.Event] = []
+    events: list[Event] = []
     like = {"w": np.zeros(5000, np.float32), "step": 0}
     with ck.Saver(tmp_path, on_event=events.append) as saver:
         state, step = saver.resume(like)
@@ -369,7 +370,7 @@ def test_c091_counts_that_disagree_are_warned_of(memory):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16", "complex64", "float8_e4m3fn"])
 def test_an_unhealthy_state_is_not_committed_and_the_leaf_is_named(memory, dtype):
-    events: list[ck.Event] = []
+    events: list[Event] = []
     bad = np.ones(3000, jnp.dtype(dtype))
     bad[1234] = np.nan
     with ck.Saver(memory, on_event=events.append) as saver:
