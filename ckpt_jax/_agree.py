@@ -20,7 +20,8 @@ class Meeting:
         self._client, self._index, self._count, self._tag = client, index, count, tag
         self._lock = threading.Lock()
         self._step = -1
-        self._agreed: dict[str, int] = {}
+        self._wanted: set[str] = set()  # What this process called for, and has not been agreed on.
+        self._agreed: set[tuple[str, int]] = set()
         self._number = 0
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="ckpt_jax meeting", daemon=True)
@@ -29,21 +30,19 @@ class Meeting:
 
     def call(self, reason: str) -> None:
         """Asks all processes to agree on a step for something."""
-        if self._client is None:
-            with self._lock:
-                self._agreed.setdefault(reason, self._step + 1)
-            return
-        with contextlib.suppress(Exception):  # Another process called at the same time: it is heard just as well.
-            self._client.key_value_set(f"{self._tag}/call/{self._number}", reason)
+        with self._lock:
+            if self._client is None:
+                self._agreed.add((reason, self._step + 1))
+            else:
+                self._wanted.add(reason)  # The thread calls: training waits for no service.
 
     def passed(self, step: int) -> set[str]:
         """Says that this process is at a step; gives what was agreed to happen now."""
         with self._lock:
             self._step = step
-            due = {reason for reason, at in self._agreed.items() if step >= at}
-            for reason in due:
-                del self._agreed[reason]
-            return due
+            due = {(reason, at) for reason, at in self._agreed if step >= at}
+            self._agreed -= due
+            return {reason for reason, _ in due}
 
     def close(self) -> None:
         """Ends the thread: one that is still in the service when Python ends brings the process down."""
@@ -53,6 +52,11 @@ class Meeting:
 
     def _listen(self) -> None:
         while not self._closed.wait(POLL):
+            with self._lock:
+                wanted = next(iter(self._wanted), None)
+            if wanted is not None:
+                with contextlib.suppress(Exception):  # Another process was first: its call is met now, ours next.
+                    self._client.key_value_set(f"{self._tag}/call/{self._number}", wanted)
             # Looked for, not waited for: a call that blocks could not be ended.
             try:
                 reason = self._client.key_value_try_get(f"{self._tag}/call/{self._number}")
@@ -62,6 +66,7 @@ class Meeting:
                 return  # The service is gone, and the run with it.
             with self._lock, contextlib.suppress(Exception):
                 self._meet(reason)
+                self._wanted.discard(reason)
             self._number += 1
 
     def _meet(self, reason: str) -> None:
@@ -70,7 +75,7 @@ class Meeting:
         steps = [
             int(self._client.blocking_key_value_get(f"{here}/{i}", int(ANSWER * 1000))) for i in range(self._count)
         ]
-        self._agreed[reason] = min(self._agreed.get(reason, max(steps) + 1), max(steps) + 1)
+        self._agreed.add((reason, max(steps) + 1))
         if self._index == 0 and self._number:  # All have answered this one, so they have read the one before.
             for old in ("call", "at"):
                 self._client.key_value_delete(f"{self._tag}/{old}/{self._number - 1}")

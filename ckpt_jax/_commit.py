@@ -11,6 +11,7 @@ import platform
 import re
 import secrets
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from . import _manifest
@@ -125,17 +126,21 @@ def is_bad(place: Folder) -> bool:
     return place.read(BAD) is not None
 
 
-def latest(root: Folder) -> Folder | None:
-    """The newest step whose manifest is whole and whose files are all there with their sizes."""
+def good(root: Folder) -> Iterator[tuple[int, Manifest]]:
+    """The steps whose manifest is whole, whose files are all there, and that nobody marked; the newest first."""
     for step in candidates(root):
         place = root / str(step)
         try:
             manifest = load_data(place)
             if manifest.step == step and not is_bad(place) and not missing_files(place, manifest):
-                return place
+                yield step, manifest
         except CheckpointError:
             continue
-    return None
+
+
+def latest(root: Folder) -> Folder | None:
+    """The newest good step."""
+    return next((root / str(step) for step, _ in good(root)), None)
 
 
 def delete(place: Folder) -> None:

@@ -3,7 +3,9 @@
 import contextlib
 import json
 import os
+import queue
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Literal
@@ -13,7 +15,7 @@ from ._storage import Folder
 FILE = "events.jsonl"
 
 Kind = (
-    Literal["started", "snapshot", "skipped", "declined", "written", "committed", "failed", "rejected"]
+    Literal["started", "snapshot", "skipped", "declined", "committed", "failed", "rejected"]
     | Literal["resumed", "fell back", "warning", "pruned", "preempted", "closed"]
 )
 
@@ -24,9 +26,8 @@ class Event:
 
     Attributes:
         kind: `started` (a Saver), `snapshot` (taken; training goes on), `skipped` (a save was due while one was being
-            written), `declined` (another process was still writing), `written` (this process's chunks), `committed`,
-            `failed`, `rejected` (the state was not healthy), `resumed`, `fell back` (a step was damaged), `warning`,
-            `pruned`, `preempted`, `closed`.
+            written), `declined` (a process was still writing), `committed`, `failed`, `rejected` (the state was not
+            healthy), `resumed`, `fell back` (a step was damaged), `warning`, `pruned`, `preempted`, `closed`.
         step: the step that it is about.
         process: in which process.
         time: seconds since 1970.
@@ -55,22 +56,39 @@ class Log:
     """Where a run's events go: to a callback, and from process 0 to a line each in the root's `events.jsonl`."""
 
     def __init__(self, root: Folder, process: int, callback: Callable[[Event], None] | None):
-        self.root, self.process, self.callback = root, process, callback
+        self._root, self._process, self._callback = root, process, callback
+        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
-    def add(self, kind: Kind, step: int | None = None, **facts: object) -> Event:
-        event = Event(kind, step, self.process, time.time(), **facts)  # pyright: ignore[reportArgumentType]
-        if self.process == 0 and self.root.local:  # A bucket's objects cannot be appended to.
+    def add(self, kind: Kind, step: int | None = None, **facts: object) -> None:
+        """Tells of an event."""
+        self.note(kind, step, **facts)
+        self.flush()
+
+    def note(self, kind: Kind, step: int | None = None, **facts: object) -> None:
+        """As `add`, but leaves the file alone until the next `flush`: the training loop waits for no storage."""
+        event = Event(kind, step, self._process, time.time(), **facts)  # pyright: ignore[reportArgumentType]
+        if self._process == 0 and self._root.local:  # A bucket's objects cannot be appended to.
             line = {key: value for key, value in asdict(event).items() if value not in (None, "", {}, ())}
-            with contextlib.suppress(OSError):  # A full disk ends no training: the callback hears of it all the same.
-                self._append(json.dumps(line).encode() + b"\n")
-        if self.callback is not None:
-            self.callback(event)
-        return event
-
-    def _append(self, line: bytes) -> None:
-        self.root.make()
-        fd = os.open(f"{self.root.url}/{FILE}", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._lines.put(json.dumps(line).encode() + b"\n")
+        if self._callback is None:
+            return
         try:
-            os.write(fd, line)  # One call, so that two writers' lines do not mix.
-        finally:
-            os.close(fd)
+            self._callback(event)
+        except Exception as error:  # noqa: BLE001  It may run in the writer's thread, which has checkpoints to write.
+            warnings.warn(f"on_event failed at {event}: {type(error).__name__}: {error}", stacklevel=2)
+
+    def flush(self) -> None:
+        """Writes what was noted."""
+        lines = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                lines.append(self._lines.get_nowait())
+        if not lines:
+            return
+        with contextlib.suppress(OSError):  # A full disk ends no training: the callback hears of it all the same.
+            self._root.make()
+            fd = os.open(f"{self._root.url}/{FILE}", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                os.write(fd, b"".join(lines))  # One call, so that two writers' lines do not mix.
+            finally:
+                os.close(fd)

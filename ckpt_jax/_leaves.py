@@ -131,19 +131,14 @@ def encode(value: Any) -> Encoded:
         return inner
     if is_live(value):
         return Encoded(_encode_live(value))
-    if hasattr(value, "__iter__") and is_live(_an_iterator(value)):
-        raise _Refused(f"a {type_name(value)}, which has no position; save the iterator that iter(…) gives of it")
     raise _Refused(_why_not(value))
-
-
-def _an_iterator(value: Any) -> Any:
-    """What `iter` gives, for grain's loaders and datasets only: others may do who knows what."""
-    return iter(value) if type(value).__module__.partition(".")[0] == "grain" else None
 
 
 def _why_not(value: Any) -> str:
     if isinstance(value, jax.ShapeDtypeStruct):
         return "a ShapeDtypeStruct, which has no values"
+    if type(value).__module__.partition(".")[0] == "grain" and hasattr(value, "__iter__"):
+        return f"a {type_name(value)}, which has no position; its iterator has: iter(…) gives it"
     if isinstance(value, np.ndarray):
         return f"a {type_name(value)}, of which a plain array would keep only a part"
     if isinstance(value, _SCALARS):

@@ -47,7 +47,20 @@ Piece = Any  # np.ndarray, or a list of the jax arrays that the devices have of 
 class Plan:
     """How one leaf is put together: the boxes that this process needs, and the chunks that cover them."""
 
-    __slots__ = ("boxes", "buffers", "coords", "home", "leaf", "left", "lock", "pieces", "rented", "want", "x64")
+    __slots__ = (
+        "boxes",
+        "buffers",
+        "coords",
+        "home",
+        "is_alone",
+        "leaf",
+        "left",
+        "lock",
+        "pieces",
+        "rented",
+        "want",
+        "x64",
+    )
 
     def __init__(self, leaf: Leaf, want: Target, buffers: _arrays.Buffers):
         self.leaf, self.want, self.buffers = leaf, want, buffers
@@ -58,6 +71,8 @@ class Plan:
         self.pieces: dict[Box, Piece] = {}
         self.rented: list[np.ndarray] = []
         self.left = len(self.coords)
+        # One chunk for one box, which is the whole: `alone` makes the leaf of it.
+        self.is_alone = len(self.coords) == 1 == len(self.boxes) and self.boxes[0] == _chunks.whole(leaf.shape)
         self.lock = threading.Lock()
 
     @property
@@ -65,12 +80,9 @@ class Plan:
         """Bytes of host memory in which pieces for devices are put together of several chunks."""
         if self.home is None or self.is_alone:
             return 0
+        itemsize = np.dtype(self.leaf.dtype).itemsize
         cells = {_chunks.cell(coords, self.leaf.chunk, self.leaf.shape) for coords in self.coords}
-        return sum(math.prod(_chunks.extent(box)) for box in self.boxes if box not in cells) * self._itemsize
-
-    @property
-    def _itemsize(self) -> int:
-        return np.dtype(self.leaf.dtype).itemsize
+        return sum(math.prod(_chunks.extent(box)) for box in self.boxes if box not in cells) * itemsize
 
     def add(self, coords: Shape, data: memoryview) -> bool:
         """Takes one chunk's bytes; says whether the leaf can be finished. Chunks may come in several threads."""
@@ -111,10 +123,6 @@ class Plan:
         piece = values[_up_to(cell)]
         with self._as_called():
             return _assembled({self.boxes[0]: piece if self.home else piece.copy()}, self.want, self.home)
-
-    @property
-    def is_alone(self) -> bool:
-        return len(self.coords) == 1 == len(self.boxes) and self.boxes[0] == _chunks.whole(self.leaf.shape)
 
     def _piece(self, box: Box) -> Piece:
         """What there is of a box. What goes on to a device is copied there, so its memory serves again."""

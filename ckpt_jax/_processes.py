@@ -32,12 +32,25 @@ class Group:
         """
         if self.client is None:
             return
+        failed: list[Exception] = []
+
+        def tell() -> None:
+            try:
+                self.client.key_value_set(f"{self.tag}/{key}", message)
+            except Exception as error:  # noqa: BLE001  jaxlib has its own kinds; raised below, in the caller's thread.
+                failed.append(error)
+
         # In a thread of its own: the call has no time limit, and process 0 may hang.
-        told = threading.Thread(target=self.client.key_value_set, args=(f"{self.tag}/{key}", message), daemon=True)
-        told.start()
-        told.join(self.timeout)
-        if told.is_alive():
+        thread = threading.Thread(target=tell, daemon=True)
+        thread.start()
+        thread.join(self.timeout)
+        if thread.is_alive():
             raise _silent(0, "listen", self.timeout, "the coordination service does not answer")
+        if failed:
+            text = str(failed[0]).partition("\n")[0][:200]
+            raise CheckpointError(
+                f"the coordination service did not take a message: {text}", hint="process 0 runs it; see its log"
+            ) from failed[0]
 
     def wait(self, key: str, *, process: int, phase: str) -> str:
         """Another process's message.

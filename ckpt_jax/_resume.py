@@ -2,12 +2,12 @@
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from . import _commit, _manifest, _processes, _restore, _storage, _values
+from . import _commit, _manifest, _processes, _restore, _storage, _tree, _values
 from ._events import Log
 from ._manifest import Leaf, Manifest
 from .errors import CheckpointError, Corrupt, NotFound
@@ -21,10 +21,10 @@ def resume(root: _storage.Folder, like: Any, group: _processes.Group, log: Log) 
     """
     turn = 0
     while True:
-        place = _proposed(root, group, turn, log)
+        place, known = _proposed(root, group, turn, log)
         if place is None:
             return like, None
-        found, error = _read(place, like)
+        found, error = _read(place, known, like)
         verdicts = _exchange(group, turn, "ok" if error is None else f"{_kind(error)}: {_why(error)}")
         if all(verdict == "ok" for verdict in verdicts):
             assert found is not None
@@ -35,43 +35,47 @@ def resume(root: _storage.Folder, like: Any, group: _processes.Group, log: Log) 
         turn += 1
 
 
-def _proposed(root: _storage.Folder, group: _processes.Group, turn: int, log: Log) -> _storage.Folder | None:
+Proposal = tuple[_storage.Folder | None, Manifest | None]  # A step, and its manifest where it has been read already.
+
+
+def _proposed(root: _storage.Folder, group: _processes.Group, turn: int, log: Log) -> Proposal:
     """The step that process 0 proposes to all."""
     if group.index == 0:
         try:
-            place = _newest(root, log)
+            place, manifest = _newest(root, log)
         except BaseException as error:
             group.publish(f"proposal/{turn}", json.dumps({"failed": str(error)}))
             raise
         group.publish(f"proposal/{turn}", json.dumps({"step": place and place.name}))
-        return place
+        return place, manifest
     told = json.loads(group.wait(f"proposal/{turn}", process=0, phase="propose a step"))
     if "failed" in told:
         raise CheckpointError(f"process 0 could not propose a step to resume from: {told['failed']}")
-    return root / told["step"] if told["step"] is not None else None
+    return (root / told["step"] if told["step"] is not None else None), None
 
 
-def _newest(root: _storage.Folder, log: Log) -> _storage.Folder | None:
+def _newest(root: _storage.Folder, log: Log) -> Proposal:
     """The newest committed step that is not marked; a manifest that is damaged is marked here."""
     for step in _commit.candidates(root):
         place = root / str(step)
         if _commit.is_bad(place):
             continue
         try:
-            _commit.load(place)
+            return place, _commit.load(place)
         except NotFound:
             continue
         except Corrupt as error:
             _commit.mark_bad(place, _why(error))
             log.add("fell back", step, message=_why(error))
-            continue
-        return place
-    return None
+    return None, None
 
 
-def _read(place: _storage.Folder, like: Any) -> tuple[Any, CheckpointError | OSError | None]:
+def _read(
+    place: _storage.Folder, known: Manifest | None, like: Any
+) -> tuple[tuple[Manifest, Callable[[], Any]] | None, CheckpointError | OSError | None]:
+    """The manifest, and what gives the state; or why not."""
     try:
-        manifest = _commit.load(place)
+        manifest = known or _commit.load(place)
         return (manifest, _restore.fetch(place, manifest, like)), None
     except (CheckpointError, OSError) as error:
         return None, error
@@ -124,8 +128,6 @@ def _pass_over(place: _storage.Folder, verdicts: list[str], group: _processes.Gr
 
 def check_counts(manifest: Manifest, state: Any, log: Log) -> None:
     """Warns where a step, optax's counts or a loader's position in the tree are not the step that was saved."""
-    from . import _tree
-
     step = manifest.step
     odd = {}
     for name, value in _tree.flatten(state).leaves.items():

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from . import _commit, _storage, _values
-from .errors import CheckpointError
 
 DAY = 86_400.0  # Seconds.
 
@@ -202,18 +201,12 @@ def _check_newest(root: _storage.Folder, found: Mapping[int, Facts], go: Sequenc
 
 def facts_of(root: _storage.Folder) -> dict[int, Facts]:
     """What the manifests of all good steps tell: whole, with all their files, not marked as damaged."""
-    found = {}
-    for step in _commit.steps(root):
-        place = root / str(step)
-        try:
-            manifest = _commit.load_data(place)
-            if _commit.missing_files(place, manifest):
-                continue
-        except CheckpointError:
-            continue  # Deleted or damaged meanwhile.
-        metrics = {name: _values.unpack(value) for name, value in manifest.metrics.items()}
-        found[step] = Facts(manifest.time, metrics, manifest.milestone)
-    return found
+    return {
+        step: Facts(
+            manifest.time, {name: _values.unpack(v) for name, v in manifest.metrics.items()}, manifest.milestone
+        )
+        for step, manifest in sorted(_commit.good(root), key=lambda found: found[0])
+    }
 
 
 def rollback(root: _storage.PathLike, step: int) -> list[str]:

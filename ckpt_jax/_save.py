@@ -75,6 +75,7 @@ def save(
         manifest, snapshot = prepare(target, tree, group, step=step, metadata=metadata)
     except BaseException as error:
         abstain(group, f"failed: {error}")
+        group.part()
         raise
     return write(target, manifest, snapshot, group, Terms(overwrite))
 
@@ -134,12 +135,18 @@ def _step(target: _storage.Folder, step: int | None) -> int | None:
                 stacklevel=4,
             )
         return named
+    step = as_step(step)
+    if named is not None and named != step:
+        raise ValueError(f"step={step}, but the folder's name says step {named}: {target}")
+    return step
+
+
+def as_step(step: Any) -> int:
+    """A step that a user gave, if it is one."""
     if isinstance(step, bool) or not isinstance(step, (int, np.integer)):
         raise TypeError(f"step is an int, not {step!r}")
     if step < 0 or step >= 10**18:
         raise ValueError(f"step is between 0 and 10^18, not {step}")
-    if named is not None and named != step:
-        raise ValueError(f"step={step}, but the folder's name says step {named}: {target}")
     return int(step)
 
 

@@ -291,10 +291,10 @@ def prune(  # noqa: PLR0917  A command's options, not a call's.
 
     rule = _retain.Best(best, count, "max" if largest else "min") if best is not None else None
     place = _storage.folder(root)
-    if not _commit.steps(place):
+    if not (there := _commit.steps(place)):
         raise NotFound(f"there are no checkpoints in {place}", hint=_unlisted(place) or "check the path")
     gone = _retain.prune(root, _retain.Keep(last, daily, every, rule), dry_run=dry_run)
-    kept = [step for step in _commit.steps(place) if step not in gone]
+    kept = [step for step in there if step not in gone]
     if as_json:
         _print_json({"root": place.url, "dry_run": dry_run, "deleted": gone, "kept": kept})
     else:

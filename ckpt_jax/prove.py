@@ -98,7 +98,7 @@ def prove_resume(
     return Proof(program, steps, tuple(interrupt_at), tuple(faults))
 
 
-Record = dict[int, dict[str, Any]]  # step -> {"process 0 params.w": digest, …, "process 0 samples": [ids]}
+Record = dict[int, dict[str, Any]]  # step -> {"params.w": digest, …, "samples": [ids]}
 
 
 def _run(program: str, place: Path, steps: int, processes: int, *, timeout: float, kill_at: int = 0) -> Record:
@@ -143,7 +143,8 @@ def _records(paths: list[Path]) -> Record:
         for line in path.read_text().splitlines():
             told = json.loads(line)
             entries = told["leaves"] | {"samples": told["samples"]}
-            found.setdefault(told["step"], {}).update({f"process {index} {n}": v for n, v in entries.items()})
+            where = f"process {index}, " if len(paths) > 1 else ""
+            found.setdefault(told["step"], {}).update({f"{where}{name}": v for name, v in entries.items()})
     return found
 
 
@@ -162,8 +163,7 @@ def _compare(at: int, saved: int, whole: Record, resumed: Record) -> Iterator[Fa
         a, b = whole[step], resumed[step]
         odd = [name for name in sorted(a.keys() | b.keys()) if a.get(name) != b.get(name)]
         for name in odd:
-            place = f"{where}, step {step}: {name.removeprefix('process 0 ') if 'process 1' not in str(a) else name}"
-            yield Fault(place, _short(a.get(name)), _short(b.get(name)))
+            yield Fault(f"{where}, step {step}: {name}", _short(a.get(name)), _short(b.get(name)))
         if odd:
             return  # From here on everything differs.
 

@@ -133,7 +133,7 @@ class Saver:
         client = _processes.client() if agrees else None
         self._meeting = _agree.Meeting(client, self._index, self._count, f"ckpt_jax/saver/{next(_numbers)}")
         self._failures: list[BaseException] = []
-        self._lost: int | None = None  # The newest step whose save failed, while nothing newer is committed.
+        self._saved: int | None = None  # The step that was committed last.
         self._last = time.monotonic()
         self._took: float | None = None  # Seconds of the last write.
         self._before: Mapping[str, Any] = {}
@@ -203,11 +203,10 @@ class Saver:
         """
         self._check_open()
         self._check_failures()
-        if isinstance(step, bool) or not hasattr(step, "__index__"):
-            raise TypeError(f"step is an int, not {step!r}")
+        step = _save.as_step(step)
         agreed = self._agreed(step)
         if "stop" in agreed:
-            return self._last_save(step, state, metrics, metadata)
+            return self._last_save(step, state, metrics, metadata, milestone=milestone)
         if not self._due(step, agreed):
             return False
         return self._start(step, state, metrics, metadata, milestone=milestone)
@@ -223,13 +222,14 @@ class Saver:
     ) -> None:
         """Saves now, whatever `every` says; waits for the save under way first, but not for this one."""
         self._check_open()
+        step = _save.as_step(step)
         self._idle.wait()
         self._start(step, state, metrics, metadata, milestone=milestone)
 
     def wait(self) -> None:
         """Waits for the save under way; raises what befell it."""
         self._idle.wait()
-        if self.last_error is not None and self._lost is not None:
+        if self.last_error is not None:
             raise self.last_error
 
     def close(self) -> None:
@@ -242,7 +242,7 @@ class Saver:
             return
         self._idle.wait()
         self._end()
-        if self._lost is not None and self.last_error is not None:
+        if self.last_error is not None:
             raise self.last_error
 
     def __enter__(self) -> Self:
@@ -286,7 +286,9 @@ class Saver:
         steps = self._every.steps if self._every is not None else None
         return steps is not None and step % steps == 0
 
-    def _last_save(self, step: int, state: Any, metrics: dict[str, Any] | None, metadata: Any) -> bool:
+    def _last_save(
+        self, step: int, state: Any, metrics: dict[str, Any] | None, metadata: Any, *, milestone: bool
+    ) -> bool:
         """Preempted: one more save if it fits in what is left of the grace."""
         end = (self._notice.at or time.monotonic()) + self._grace
         busy = not self._idle.wait(max(0.0, end - time.monotonic()))
@@ -295,13 +297,15 @@ class Saver:
         if self._count > 1:  # The answer must be the same everywhere.
             fits = self._all_say(fits)
         if fits:
-            self._start(step, state, metrics, metadata)
-            self._idle.wait(max(0.0, end - time.monotonic()))
-            done = self._idle.is_set() and self._lost is None
-            message = "the last save is committed" if done else f"the last save did not succeed: {self.last_error}"
+            self._start(step, state, metrics, metadata, milestone=milestone)
+            over = self._idle.wait(max(0.0, end - time.monotonic()))
+            done = over and self._saved == step
+            why = self.last_error if over else "it is still being written"
+            message = "the last save is committed" if done else f"the last save did not succeed: {why}"
         else:
-            took = "the save before is still being written" if busy else f"the last one took {self._took:.1f} s"
-            message = f"no time for a last save: {left:.1f} s are left, and {took}"
+            took = "another process has no time" if self._took is None else f"the last one took {self._took:.1f} s"
+            why = "the save before is still being written" if busy else took
+            message = f"no time for a last save: {left:.1f} s are left, and {why}"
         self._log.add("preempted", step, message=message)
         self.preempted = True
         return fits
@@ -327,13 +331,12 @@ class Saver:
         if not self._idle.is_set():
             self._decline(step, group)
             return False
-        target = self._root / str(int(step))
         try:
             manifest, snapshot = _save.prepare(
-                target,
+                self._root / str(step),
                 state,
                 group,
-                step=int(step),
+                step=step,
                 metadata=metadata,
                 metrics=metrics,
                 milestone=milestone,
@@ -344,24 +347,24 @@ class Saver:
             _save.abstain(group, f"failed: {error}")
             group.part()
             raise
-        blocked = time.perf_counter() - started
-        self._log.add("snapshot", step, seconds={"blocked": blocked})
-        terms = _save.Terms(_commit.is_bad(target), self._health, self._before, expected)
+        terms = _save.Terms(health=self._health, before=self._before, expected=expected)
         self._idle.clear()
         if self._thread is None:  # One for the Saver's whole life: each new one leaves its malloc arena behind.
             self._thread = threading.Thread(target=self._write_all, name="ckpt_jax writer", daemon=True)
             self._thread.start()
-        self._work.put(_Job(int(step), manifest, snapshot, group, terms, blocked))
+        blocked = time.perf_counter() - started
+        self._log.note("snapshot", step, seconds={"blocked": blocked})
+        self._work.put(_Job(step, manifest, snapshot, group, terms, blocked))
         return True
 
     def _decline(self, step: int, group: _processes.Group) -> None:
         self.skipped += 1
         if self._count == 1:
-            self._log.add("skipped", step, message="the save before is still being written")
+            self._log.note("skipped", step, message="the save before is still being written")
             return
         _save.abstain(group, f"declined: process {self._index} is still writing the checkpoint before")
         self._declined.append(group)
-        self._log.add("declined", step, message="the save before is still being written here")
+        self._log.note("declined", step, message="the save before is still being written here")
 
     def _write_all(self) -> None:
         while (job := self._work.get()) is not None:
@@ -374,14 +377,17 @@ class Saver:
     def _write(self, job: _Job) -> None:
         """The rest of it, in the writer's thread."""
         started = time.perf_counter()
+        target = self._root / str(job.step)
         try:
-            manifest = _save.write(self._root / str(job.step), job.manifest, job.snapshot, job.group, job.terms)
+            self._log.flush()
+            terms = job.terms._replace(overwrite=_commit.is_bad(target))
+            manifest = _save.write(target, job.manifest, job.snapshot, job.group, terms)
         except BaseException as error:  # noqa: BLE001  Told at `wait`, `close`, or after so many in a row.
             self._failed(job.step, error)
         else:
             self._took = time.perf_counter() - started
             self._before = manifest.health
-            self._failures, self._lost, self.last_error = [], None, None
+            self._failures, self._saved, self.last_error = [], job.step, None
             seconds = {"blocked": job.blocked, **manifest.seconds, "all": self._took}
             self._log.add("committed", job.step, bytes=manifest.nbytes, seconds=seconds)
             self._prune()
@@ -394,7 +400,7 @@ class Saver:
         if isinstance(error, _save.Declined):
             self._log.add("declined", step, message=str(error))
             return
-        self.last_error, self._lost = error, step
+        self.last_error = error
         self._failures.append(error)
         rejected = isinstance(error, Unhealthy)
         names = tuple(fault.place for fault in error.faults) if isinstance(error, CheckpointError) else ()
@@ -406,7 +412,7 @@ class Saver:
             return
         try:
             gone = _retain.prune(self._root.url, self._keep)
-        except (CheckpointError, OSError) as error:
+        except Exception as error:  # noqa: BLE001  The checkpoint is committed, and the thread has more to write.
             self._log.add("warning", message=f"could not prune: {error}")
             return
         for step in gone:

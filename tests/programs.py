@@ -111,3 +111,24 @@ def never_resumes(root: str, steps: int) -> Iterator[Step]:
 def fails(root: str, steps: int) -> Iterator[Step]:
     raise RuntimeError(f"no such luck in {root} for {steps}")
     yield
+
+
+def in_two_processes(root: str, steps: int) -> Iterator[Step]:
+    """A global array over all processes' devices, and each process's slice of global batches."""
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    mesh = jax.make_mesh((len(jax.devices()),), ("data",))
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    count = len(jax.devices())
+    w = jax.make_array_from_callback((count,), sharding, lambda at: np.zeros(count, np.float32)[at])
+    state = {"w": w, "data": ck.data.global_batches(range(40), 8, seed=2), "step": 0}
+    add = jax.jit(lambda w, x: w + x)
+    with ck.Saver(root, every=ck.Every(steps=2)) as saver:
+        state, step = saver.resume(state)
+        while step < steps:
+            batch = next(state["data"])
+            step += 1
+            state |= {"w": add(state["w"], float(step)), "step": step}
+            saver.step(step, state)
+            saver.wait()
+            yield step, {"w": state["w"], "step": step}, batch

@@ -1,12 +1,15 @@
 """The command line: plain sentences, the same facts as JSON, exit codes, and no device."""
 
+import hashlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -214,3 +217,27 @@ def test_prove_prints_the_proof_and_exits_by_it(program, code, told):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == code, done.stderr
     assert told in done.stdout
+
+
+def _reseal(step: Path, **members: object) -> None:
+    """Writes other members into a manifest, as a stranger might."""
+    path = step / "MANIFEST.json"
+    told = json.loads(path.read_text()) | members
+    told.pop("seal")
+    body = json.dumps(told, separators=(",", ":")).removesuffix("}")
+    path.write_text(f'{body},"seal":"{hashlib.sha256(body.encode()).hexdigest()}"}}\n')
+
+
+def test_a_strangers_clock_and_shardings_do_not_stop_looking(tmp_path):
+    ck.save(tmp_path / "1", {"x": jnp.ones(3)})
+    _reseal(tmp_path / "1", time=1e300, shardings=[{"kind": "named"}])
+    assert " –  " in run("ls", tmp_path).stdout
+    assert "?" in run("show", tmp_path / "1").stdout
+
+
+@pytest.mark.parametrize(("a", "b"), [(0.0, -0.0), (1, 1.0), (np.float32(0), np.float32(-0.0))], ids=str)
+def test_diff_tells_values_apart_that_only_compare_equal(tmp_path, a, b):
+    ck.save(tmp_path / "1", {"x": a})
+    ck.save(tmp_path / "2", {"x": b})
+    run("diff", tmp_path / "1", tmp_path / "2", code=1)
+    run("diff", tmp_path / "1", tmp_path / "1")

@@ -434,6 +434,9 @@ class _Array:
         self.is_fully_addressable = all(d.process_index == process for d in where)
         self.is_fully_replicated = sharding.real.is_fully_replicated
 
+    def addressable_data(self, index: int) -> np.ndarray:
+        return self.addressable_shards[index].data
+
     def is_deleted(self) -> bool:
         return False
 

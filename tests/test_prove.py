@@ -36,6 +36,11 @@ def test_what_is_left_out_is_found_at_its_first_step(program, step, names):
         proof.check()
 
 
+def test_a_program_of_two_processes_is_proven():
+    proof = ck.prove_resume("tests.programs:in_two_processes", steps=7, interrupt_at=[5], processes=2)
+    assert proof.ok, str(proof)
+
+
 def test_a_step_that_is_off_by_one_is_found():
     proof = ck.prove_resume("tests.programs:off_by_one", steps=8, interrupt_at=[5])
     assert "expected to go on with step 4 after the checkpoint of step 3, found step 5" in str(proof)

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ckpt_jax as ck
-from ckpt_jax import _arrays, _place, _storage
+from ckpt_jax import _arrays, _ocdbt, _place, _storage
 from tests.trees import same
 
 W = np.arange(512 * 64, dtype=np.float32).reshape(512, 64)
@@ -102,6 +102,18 @@ def test_a_hundred_saves_and_restores_hold_no_memory(tmp_path, mesh8):
     for step in range(20, 120):
         once(step)
     assert psutil.Process().memory_info().rss - before < 40e6  # 100 times 9.8 MB went in and out.
+
+
+def test_a_place_beyond_its_file_is_never_read(tmp_path, monkeypatch):
+    """A stranger's tree may say any offset, also one that no system call takes."""
+    manifest = ck.save(tmp_path / "1", {"w": W})
+    source = _arrays.Source(_storage.folder(tmp_path / "1" / "state"), manifest.state_files)
+    (chunk,) = _arrays.wanted("w", manifest.leaves["w"], [(0, 0)])
+    value = source.find(chunk)
+    for offset in (2**63, manifest.state_files[value.file], value.offset + 1):
+        monkeypatch.setattr(source.tree, "find", lambda key, at=offset: _ocdbt.Value(value.file, at, value.length))
+        ((_, data, found),) = _arrays.read([chunk], [source], lambda chunk, data: bytes(data))
+        assert (data, found) == (W.tobytes(), ""), "TensorStore is asked"
 
 
 def test_an_empty_leaf_before_a_large_one(tmp_path):

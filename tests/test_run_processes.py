@@ -143,7 +143,6 @@ def test_one_that_declines_stops_all(tmp_path):
     """Process 1's last write drags on, while process 0 is through with it."""
     out = fine(
         """
-        part = _save._processes.Group.part
         load = _commit.load
         gate = __import__("threading").Event()
         def slow(place):
@@ -304,6 +303,78 @@ def test_minutes_are_agreed_on_ahead(tmp_path):
     assert len(steps) >= 2
     for told in out:
         assert [int(step) for step in re.findall(r"step (\d+) snapshot:", told)][: len(steps)] == steps
+
+
+def test_a_message_that_is_not_taken_is_an_error(tmp_path):
+    out = fine(
+        """
+        group = _save._processes.group()
+        if index == 0:
+            group.publish("x", "once")
+            try:
+                group.publish("x", "twice")
+            except ck.CheckpointError as error:
+                print("told:", error, flush=True)
+        group.part()
+        """,
+        tmp_path,
+        2,
+    )
+    assert "told: the coordination service did not take a message: ALREADY_EXISTS" in out[0]
+
+
+def test_two_calls_at_once_are_both_heard_at_steps_that_all_agree_on(tmp_path):
+    """One process wants a save by the clock just when the other is told to stop."""
+    out = fine(
+        """
+        from ckpt_jax import _agree
+        from jax._src import distributed
+        meeting = _agree.Meeting(distributed.global_state.client, index, count, "ckpt_jax/test")
+        meeting.call("stop" if index else "save")
+        heard = {}
+        for step in range(1, 1000):
+            for reason in meeting.passed(step):
+                heard[reason] = step
+            time.sleep(0.004 if index else 0.005)
+            if step % 50 == 0:
+                barrier(f"at {step}")
+        meeting.close()
+        print("heard", sorted(heard.items()), flush=True)
+        """,
+        tmp_path,
+        2,
+    )
+    told = [re.findall(r"heard (.*)", text)[0] for text in out]
+    assert told[0] == told[1]
+    assert "'save'" in told[0]
+    assert "'stop'" in told[0]
+
+
+def test_sigterm_without_jaxs_service_stops_all_at_the_same_step(tmp_path):
+    """Then the processes agree on the step themselves."""
+    run = Run(
+        """
+        from jax._src import distributed
+        distributed.global_state.preemption_sync_manager = None
+        with ck.Saver(root, every=ck.Every(steps=10**6), on_event=print_event) as saver:
+            step = 0
+            while step < 10**5 and not saver.preempted:
+                step += 1
+                saver.step(step, {"step": step, "w": W[:8]})
+                if step == 3: print("running", flush=True)
+                time.sleep(0.02 if index else 0.021)
+        print("left", step, flush=True)
+        """,
+        tmp_path,
+        2,
+    )
+    for index in (0, 1):
+        run.until(index, "running")
+    run.children[1].send_signal(signal.SIGTERM)
+    codes, out = run.wait()
+    assert codes == [0, 0], out
+    (step,) = ck.steps(tmp_path)
+    assert all(f"left {step}\n" in told for told in out), out
 
 
 def test_preemption_stops_all_at_the_same_step(tmp_path):

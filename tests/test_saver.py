@@ -594,6 +594,57 @@ def test_a_hundred_saves_leave_memory_flat(tmp_path):
         assert threading.active_count() < 40
 
 
+def test_a_callback_that_fails_costs_no_save(memory):
+    """It runs in the writer's thread too, which would otherwise be gone, and the next save never written."""
+
+    def on_event(event: Event) -> None:
+        if event.kind == "committed":
+            raise RuntimeError("a dashboard that is down")
+
+    def saved(step: int) -> None:
+        saver.save(step, {"a": step})
+        saver.wait()
+
+    with ck.Saver(memory, on_event=on_event) as saver:
+        for step in (1, 2):
+            with pytest.warns(UserWarning, match=f"on_event failed at step {step} committed.*a dashboard that is down"):
+                saved(step)
+    assert ck.steps(memory) == [1, 2]
+
+
+def test_step_touches_no_storage(tmp_path):
+    """Whatever the storage does, the loop waits for the snapshot alone: also with a save that is skipped."""
+    done = child(
+        """
+        import threading
+        touched = None
+        def seen(name, arguments):
+            storage = name in ("open", "os.mkdir", "os.rename", "os.listdir", "os.remove")
+            if touched is not None and storage and threading.current_thread() is threading.main_thread():
+                touched.append((name, arguments[0]))
+        with ck.Saver(root, every=ck.Every(steps=1)) as saver:
+            sys.addaudithook(seen)
+            saver.step(1, state)
+            saver.wait()
+            touched = []
+            print(saver.step(2, state), saver.step(3, state), touched)
+            touched = None
+        """,
+        tmp_path,
+    )
+    assert done.stdout == "True False []\n", done.stdout + done.stderr
+    told = [json.loads(line)["kind"] for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert told == ["started", "snapshot", "committed", "snapshot", "skipped", "committed", "closed"]
+
+
+def test_the_last_save_keeps_its_milestone(tmp_path):
+    with ck.Saver(tmp_path) as saver:
+        os.kill(os.getpid(), signal.SIGTERM)
+        saver.step(1, {"a": 1}, milestone=True)
+        assert saver.preempted
+    assert ck.open(tmp_path / "1").manifest.milestone
+
+
 def test_wrong_arguments_are_told_at_once(memory):
     with pytest.raises(TypeError, match=r"every is a ckpt_jax\.Every or None"):
         ck.Saver(memory, every=100)  # pyright: ignore[reportArgumentType]
@@ -604,5 +655,7 @@ def test_wrong_arguments_are_told_at_once(memory):
     with ck.Saver(memory) as saver:
         with pytest.raises(TypeError, match="step is an int"):
             saver.step("7", {})  # pyright: ignore[reportArgumentType]
+        with pytest.raises(TypeError, match="step is an int"):
+            saver.save("7", {})  # pyright: ignore[reportArgumentType]
         with pytest.raises(TypeError, match="metrics"):
             saver.save(1, {"a": 1}, metrics={"f": open})

@@ -306,6 +306,24 @@ def test_a_name_that_looks_like_a_step_and_is_none_is_warned_of(tmp_path: Path, 
     assert ck.latest(tmp_path) is None
 
 
+def test_a_checkpoint_that_is_replaced_while_it_is_verified_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ckpt_jax import _faults
+
+    ck.save(tmp_path / "1", TREE)
+    of_files = _faults.of_files
+
+    def then_replaced(place: Any, manifest: Any) -> Any:
+        found = of_files(place, manifest)
+        ck.save(tmp_path / "1", TREE, overwrite=True)
+        return found
+
+    monkeypatch.setattr(_faults, "of_files", then_replaced)
+    with pytest.raises(ck.NotFound, match="replaced or deleted while being read"):
+        ck.verify(tmp_path / "1")
+
+
 def test_no_checkpoint_lies_in_another(tmp_path: Path) -> None:
     ck.save(tmp_path / "1", TREE)
     with pytest.raises(ck.Exists, match="would lie inside the checkpoint"):
