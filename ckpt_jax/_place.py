@@ -130,7 +130,7 @@ class Plan:
             if box not in self.pieces:
                 shape, dtype = _chunks.extent(box), np.dtype(self.leaf.dtype)
                 size = math.prod(shape) * dtype.itemsize
-                if self.home is None or not size:
+                if self.home is None:
                     self.pieces[box] = np.empty(shape, dtype)
                 else:
                     self.rented.append(self.buffers.take(size))

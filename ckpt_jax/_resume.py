@@ -19,9 +19,10 @@ def resume(root: _storage.Folder, like: Any, group: _processes.Group, log: Log) 
     A step that a process finds damaged is marked, told of, and passed over. Whatever else keeps `like` from being
     filled is raised, in every process.
     """
-    turn = 0
+    refused: set[int] = set()  # Also where a mark could not be written: the root may be read-only.
     while True:
-        place, known = _proposed(root, group, turn, log)
+        turn = len(refused)
+        place, known = _proposed(root, group, refused, log)
         if place is None:
             return like, None
         found, error = _read(place, known, like)
@@ -32,17 +33,18 @@ def resume(root: _storage.Folder, like: Any, group: _processes.Group, log: Log) 
             return finish(), manifest
         _raise_what_is_no_damage(error, verdicts)
         _pass_over(place, verdicts, group, log)
-        turn += 1
+        refused.add(int(place.name))
 
 
 Proposal = tuple[_storage.Folder | None, Manifest | None]  # A step, and its manifest where it has been read already.
 
 
-def _proposed(root: _storage.Folder, group: _processes.Group, turn: int, log: Log) -> Proposal:
+def _proposed(root: _storage.Folder, group: _processes.Group, refused: set[int], log: Log) -> Proposal:
     """The step that process 0 proposes to all."""
+    turn = len(refused)
     if group.index == 0:
         try:
-            place, manifest = _newest(root, log)
+            place, manifest = _newest(root, refused, log)
         except BaseException as error:
             group.publish(f"proposal/{turn}", json.dumps({"failed": str(error)}))
             raise
@@ -54,11 +56,11 @@ def _proposed(root: _storage.Folder, group: _processes.Group, turn: int, log: Lo
     return (root / told["step"] if told["step"] is not None else None), None
 
 
-def _newest(root: _storage.Folder, log: Log) -> Proposal:
+def _newest(root: _storage.Folder, refused: set[int], log: Log) -> Proposal:
     """The newest committed step that is not marked; a manifest that is damaged is marked here."""
     for step in _commit.candidates(root):
         place = root / str(step)
-        if _commit.is_bad(place):
+        if step in refused or _commit.is_bad(place):
             continue
         try:
             return place, _commit.load(place)

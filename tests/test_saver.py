@@ -314,6 +314,16 @@ def test_resume_passes_over_what_is_damaged_and_marks_it(tmp_path, damage):
     assert not (tmp_path / "3" / "BAD.json").exists()
 
 
+def test_what_cannot_be_marked_is_passed_over_all_the_same(tmp_path):
+    """The root may be read-only; here something stands where the mark would go."""
+    for step in (1, 2):
+        ck.save(tmp_path / str(step), {"w": np.full(5000, step)})
+    _flip(tmp_path / "2")
+    (tmp_path / "2" / "BAD.json" / "in the way").mkdir(parents=True)
+    with ck.Saver(tmp_path) as saver:
+        assert saver.resume({"w": np.zeros(5000, int)})[1] == 1
+
+
 def test_a_mark_says_why(tmp_path):
     ck.save(tmp_path / "1", {"w": np.zeros(5000)})
     _flip(tmp_path / "1")
