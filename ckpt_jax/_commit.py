@@ -338,11 +338,22 @@ def abandon(attempt: Attempt) -> None:
     """Removes what an attempt wrote; nothing of it was ever visible."""
     attempt.close()
     if attempt.target.local:
-        attempt.folder.remove()
+        with contextlib.suppress(OSError):  # What ended the attempt is more to the point; the next one clears up.
+            attempt.folder.remove()
     elif attempt.state != "state":
         (attempt.target / attempt.state).remove()
     elif attempt.target.read(_manifest.NAME) is None:
         attempt.target.remove()
+
+
+def leave(attempt: Attempt) -> None:
+    """What another process than the first does with an attempt that failed.
+
+    What it wrote after the first had removed the folder goes too. In a bucket the next attempt may be writing there.
+    """
+    if attempt.target.local:
+        with contextlib.suppress(OSError):
+            attempt.folder.remove()
 
 
 def point(target: Folder, manifest: Manifest) -> None:

@@ -1,5 +1,6 @@
 """Which of the run's processes this one is, and small messages between them."""
 
+import contextlib
 import itertools
 import threading
 from dataclasses import dataclass
@@ -62,6 +63,12 @@ class Group:
             return self.client.blocking_key_value_get(f"{self.tag}/{key}", int(self.timeout * 1000))
         except Exception as error:
             raise _silent(process, phase, self.timeout, str(error).partition("\n")[0][:200]) from error
+
+    def heard(self, key: str) -> str | None:
+        """A message, if it is there already and the service answers."""
+        with contextlib.suppress(Exception):
+            return self.client.key_value_try_get(f"{self.tag}/{key}")
+        return None
 
     def part(self) -> None:
         """Ends it here. Once all have, process 0 deletes the messages: a month of saves leaves none in the service."""

@@ -1,5 +1,6 @@
 """Save: a tree becomes a committed checkpoint."""
 
+import contextlib
 import itertools
 import json
 import re
@@ -216,8 +217,9 @@ def _lead(
         _arrays.merge(attempt.folder / attempt.state, [attempt.process(i) for i in range(group.count)])
         _finish(attempt, manifest, parts, started)
     except BaseException as error:
+        with contextlib.suppress(CheckpointError):  # Told first: the others' own writes fail once the folder goes.
+            group.publish("outcome", _told(error))
         _commit.abandon(attempt)
-        group.publish("outcome", _told(error))
         raise
     group.publish("outcome", "committed")
     return manifest
@@ -228,12 +230,14 @@ def _told(error: BaseException) -> str:
     return f"{'declined' if isinstance(error, Declined) else 'failed'}: {error}"
 
 
-def _raise_told(message: str, otherwise: str, faults: Sequence[Fault] = ()) -> NoReturn:
+def _raise_told(
+    message: str, otherwise: str, faults: Sequence[Fault] = (), cause: BaseException | None = None
+) -> NoReturn:
     """Raises what another process told."""
     kind, _, why = message.partition(": ")
     if kind == "declined":
-        raise Declined(why)
-    raise CheckpointError(otherwise if faults else f"{otherwise}: {why}", faults)
+        raise Declined(why) from cause
+    raise CheckpointError(otherwise if faults else f"{otherwise}: {why}", faults) from cause
 
 
 def _begin(target: _storage.Folder, group: _processes.Group, *, overwrite: bool) -> _commit.Attempt:
@@ -368,6 +372,7 @@ def _follow(
     message = group.wait("attempt", process=0, phase="open")
     if message.startswith(("failed: ", "declined: ")):
         _raise_told(message, "process 0 could not begin")
+    attempt = None
     try:
         attempt = _commit.join(target, *json.loads(message))
         part = msgspec.json.encode(_write_part(attempt, manifest, snapshot, group, terms))
@@ -375,9 +380,14 @@ def _follow(
         group.publish(f"part/{group.index}", xxhash.xxh3_128_hexdigest(part))
     except BaseException as error:
         abstain(group, _told(error))
+        if outcome := group.heard("outcome"):  # Why the folder is gone, if it is.
+            if attempt is not None:
+                _commit.leave(attempt)
+            _raise_told(outcome, f"process 0 did not commit {target}", cause=error)
         raise
     outcome = group.wait("outcome", process=0, phase="commit")
     if outcome != "committed":
+        _commit.leave(attempt)
         _raise_told(outcome, f"process 0 did not commit {target}")
     try:
         return _commit.load(target)

@@ -248,8 +248,7 @@ class Folder:
             if os.path.islink(self.url):
                 os.unlink(self.url)
                 return
-            with contextlib.suppress(FileNotFoundError):
-                shutil.rmtree(self.url)
+            shutil.rmtree(self.url, onerror=_unless_gone)
             return
         store = _kv(self)
         if first:
@@ -437,6 +436,12 @@ def _modified(path: str) -> float:
         return os.lstat(path).st_mtime
     except OSError:
         return 0
+
+
+def _unless_gone(_: Any, path: str, failure: Any) -> None:
+    """What `rmtree` calls on an error: another process may be removing the same folder."""
+    if not isinstance(failure[1], FileNotFoundError):
+        raise failure[1]
 
 
 def _fsync(path: str) -> None:

@@ -286,6 +286,30 @@ def test_c103_a_rank_that_dies_hangs_or_fails_costs_its_save_only(tmp_path, vict
     assert not [name for name in os.listdir(tmp_path) if "tmp" in name]
 
 
+def test_what_a_failure_of_process_0_does_to_the_others_names_its_cause(tmp_path):
+    """Process 1 is still writing when the folder goes: what it tells of is why, not that its own write failed."""
+    out = fine(
+        """
+        write = _arrays.write
+        def failing(*a, **k):
+            if index == 0: raise OSError(5, "Input/output error")
+            while __import__("glob").glob(root + "/*tmp*"): time.sleep(0.01)
+            return write(*a, **k)
+        _arrays.write = failing
+        saver = ck.Saver(root, on_event=print_event)
+        saver.save(1, state_at(1))
+        saver._idle.wait()
+        print("told:", saver.last_error, flush=True)
+        os._exit(0)
+        """,
+        tmp_path,
+        2,
+    )
+    for told in out:
+        assert "Input/output error" in told.partition("told:")[2]
+    assert not list(tmp_path.glob("1*"))
+
+
 def test_minutes_are_agreed_on_ahead(tmp_path):
     """Process 0 looks at the clock; both save the same step, though one is ahead of the other."""
     out = fine(
