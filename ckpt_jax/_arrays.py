@@ -276,7 +276,7 @@ def read(
     sources: list[Source],
     use: Use = lambda chunk, data: True,
     window: int = WINDOW // 2,
-    room: Callable[[Wanted], bool] = lambda chunk: True,
+    room: Callable[[Wanted, bool], bool] = lambda chunk, force: True,
 ) -> Iterator[tuple[Wanted, Any, str]]:
     """Reads chunks, ahead of the reader by at most `window` bytes, and gives them to `use`, some at a time.
 
@@ -287,7 +287,8 @@ def read(
         sources: where, in order.
         use: takes a chunk's uncompressed bytes, which are gone when it returns; runs in several threads.
         window: bytes in flight.
-        room: whether there is memory for what will become of a chunk; if not, those before it are finished first.
+        room: keeps memory for what will become of a chunk; if there is none, says False, and those before it are
+            finished first. Where none is before it, it is forced.
 
     Yields:
         The chunks in order, each with what `use` made of it; or with None, and what was found instead.
@@ -300,7 +301,7 @@ def read(
     pool = ThreadPoolExecutor(READERS)
     try:
         while True:
-            while coming and ahead < window and len(queue) < AHEAD and (room(coming) or not queue):
+            while coming and ahead < window and len(queue) < AHEAD and room(coming, not queue):
                 queue.append((coming, _ask(coming, sources[0], use, pool, buffers)))
                 ahead += coming.size
                 coming = next(upcoming, None)

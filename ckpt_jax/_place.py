@@ -30,18 +30,45 @@ except (ImportError, AttributeError):  # A later jax; a test goes this way too.
 
 
 @functools.lru_cache(4096)
-def _needs(shape: Shape, chunk: Shape, sharding: Any) -> tuple[list[Box], list[Shape]]:
-    """The boxes of an array that this process needs, and the chunks that cover them, each once."""
+def _needs(shape: Shape, chunk: Shape, sharding: Any) -> tuple[list[Box], dict[Shape, list[Box]]]:
+    """The boxes of an array that this process needs, and the chunks that cover them, box by box, each once."""
     if sharding is None:
         boxes = [_chunks.whole(shape)]
     else:
         boxes = list({_chunks.box(i or (), shape): 0 for i in sharding.addressable_devices_indices_map(shape).values()})
-    if len(boxes) == 1:
-        return boxes, list(_chunks.covering(boxes[0], chunk))
-    return boxes, sorted({coords for box in boxes for coords in _chunks.covering(box, chunk)})
+    covering: dict[Shape, list[Box]] = {}
+    for box in boxes:
+        for coords in _chunks.covering(box, chunk):
+            covering.setdefault(coords, []).append(box)
+    return boxes, covering
 
 
 Piece = Any  # np.ndarray, or a list of the jax arrays that the devices have of it already.
+
+
+class Staging:
+    """Host memory in which pieces for devices are put together of several chunks, of at most so many bytes."""
+
+    def __init__(self, limit: int):
+        self._limit, self._reserved = limit, 0
+        self._buffers = _arrays.Buffers(limit)
+        self._lock = threading.Lock()
+
+    def reserve(self, size: int, *, force: bool) -> bool:
+        """Keeps room for so much, if there is so much left or it must be."""
+        with self._lock:
+            fits = force or not size or self._reserved + size <= self._limit
+            self._reserved += size if fits else 0
+            return fits
+
+    def take(self, size: int) -> np.ndarray:
+        """uint8[size], of what was reserved."""
+        return self._buffers.take(size)
+
+    def give(self, buffer: np.ndarray, size: int) -> None:
+        self._buffers.give([buffer])
+        with self._lock:
+            self._reserved -= size
 
 
 class Plan:
@@ -49,40 +76,51 @@ class Plan:
 
     __slots__ = (
         "boxes",
-        "buffers",
-        "coords",
+        "chunks",
         "home",
         "is_alone",
         "leaf",
         "left",
         "lock",
+        "open",
         "pieces",
         "rented",
+        "staging",
         "want",
         "x64",
     )
 
-    def __init__(self, leaf: Leaf, want: Target, buffers: _arrays.Buffers):
-        self.leaf, self.want, self.buffers = leaf, want, buffers
+    def __init__(self, leaf: Leaf, want: Target, staging: Staging):
+        self.leaf, self.want, self.staging = leaf, want, staging
         # Found out here, in the caller's thread: what JAX is set up to may differ from thread to thread.
         self.x64 = _leaves.x64()
         self.home = _home(want, leaf.shape) if want.kind in ("jax", "key") else None
-        self.boxes, self.coords = _needs(leaf.shape, leaf.chunk, want.sharding if self.home else None)
+        self.boxes, self.chunks = _needs(leaf.shape, leaf.chunk, want.sharding if self.home else None)
         self.pieces: dict[Box, Piece] = {}
-        self.rented: list[np.ndarray] = []
-        self.left = len(self.coords)
+        self.rented: dict[Box, np.ndarray] = {}
+        self.left = len(self.chunks)
+        self.open: dict[Box, int] = {}  # Chunks still to come, of the pieces for which there is memory.
         # One chunk for one box, which is the whole: `alone` makes the leaf of it.
-        self.is_alone = len(self.coords) == 1 == len(self.boxes) and self.boxes[0] == _chunks.whole(leaf.shape)
+        self.is_alone = len(self.chunks) == 1 == len(self.boxes) and self.boxes[0] == _chunks.whole(leaf.shape)
         self.lock = threading.Lock()
 
-    @property
-    def staged(self) -> int:
-        """Bytes of host memory in which pieces for devices are put together of several chunks."""
+    def reserve(self, coords: Shape, *, force: bool) -> bool:
+        """Keeps memory for the pieces that a chunk is the first one of, if there is some left or it must be."""
         if self.home is None or self.is_alone:
-            return 0
-        itemsize = np.dtype(self.leaf.dtype).itemsize
-        cells = {_chunks.cell(coords, self.leaf.chunk, self.leaf.shape) for coords in self.coords}
-        return sum(math.prod(_chunks.extent(box)) for box in self.boxes if box not in cells) * itemsize
+            return True
+        cell = self._cell(coords)
+        new = [box for box in self.chunks[coords] if box != cell and box not in self.open]
+        if new and not self.staging.reserve(sum(map(self._size, new)), force=force):
+            return False
+        for box in new:
+            self.open[box] = sum(1 for _ in _chunks.covering(box, self.leaf.chunk))
+        return True
+
+    def _cell(self, coords: Shape) -> Box:
+        return _chunks.cell(coords, self.leaf.chunk, self.leaf.shape)
+
+    def _size(self, box: Box) -> int:
+        return math.prod(_chunks.extent(box)) * np.dtype(self.leaf.dtype).itemsize
 
     def add(self, coords: Shape, data: memoryview) -> bool:
         """Takes one chunk's bytes; says whether the leaf can be finished. Chunks may come in several threads."""
@@ -95,20 +133,27 @@ class Plan:
 
     def _add(self, coords: Shape, data: memoryview) -> bool:
         values = np.frombuffer(data, _arrays.little(self.leaf.dtype)).reshape(self.leaf.chunk)
-        cell = _chunks.cell(coords, self.leaf.chunk, self.leaf.shape)
-        for box in self.boxes:
+        cell = self._cell(coords)
+        for box in self.chunks[coords]:
             if box == cell and self.home is not None:  # Just one piece: no copy but the one to the devices.
                 self.pieces[box] = _shards(values[_up_to(cell)], box, self.home)
             elif (shared := _chunks.overlap(box, cell)) is not None:
                 self._piece(box)[_chunks.slices(shared, box)] = values[_chunks.slices(shared, cell)]
+                self._ship(box)
         with self.lock:
             self.left -= 1
-            last = self.left == 0
-        if last and self.home is not None:
-            for box, piece in self.pieces.items():
-                self.pieces[box] = piece if isinstance(piece, list) else _shards(piece, box, self.home)
-            self.buffers.give(self.rented)
-        return last
+            return self.left == 0
+
+    def _ship(self, box: Box) -> None:
+        """Sends a piece to its devices once its last chunk is there."""
+        if self.home is None:
+            return
+        with self.lock:
+            self.open[box] -= 1
+            if self.open[box]:
+                return
+        self.pieces[box] = _shards(self.pieces[box], box, self.home)
+        self.staging.give(self.rented.pop(box), self._size(box))
 
     def finish(self) -> Any:
         """The leaf, once all its chunks are there."""
@@ -119,7 +164,7 @@ class Plan:
     def alone(self, data: memoryview) -> Any:
         """The leaf from its only chunk, which is all that this process needs of it: most leaves of most trees."""
         values = np.frombuffer(data, _arrays.little(self.leaf.dtype)).reshape(self.leaf.chunk)
-        cell = _chunks.cell(self.coords[0], self.leaf.chunk, self.leaf.shape)
+        cell = self._cell(next(iter(self.chunks)))
         piece = values[_up_to(cell)]
         with self._as_called():
             return _assembled({self.boxes[0]: piece if self.home else piece.copy()}, self.want, self.home)
@@ -128,13 +173,12 @@ class Plan:
         """What there is of a box. What goes on to a device is copied there, so its memory serves again."""
         with self.lock:
             if box not in self.pieces:
-                shape, dtype = _chunks.extent(box), np.dtype(self.leaf.dtype)
-                size = math.prod(shape) * dtype.itemsize
+                shape, dtype, size = _chunks.extent(box), np.dtype(self.leaf.dtype), self._size(box)
                 if self.home is None:
                     self.pieces[box] = np.empty(shape, dtype)
                 else:
-                    self.rented.append(self.buffers.take(size))
-                    self.pieces[box] = self.rented[-1][:size].view(dtype).reshape(shape)
+                    self.rented[box] = self.staging.take(size)
+                    self.pieces[box] = self.rented[box][:size].view(dtype).reshape(shape)
             return self.pieces[box]
 
 

@@ -487,29 +487,23 @@ def _from_int(value: int, dtype: str) -> np.ndarray:
 
 def _read_arrays(place: _storage.Folder, manifest: Manifest, pairs: dict[str, tuple[Leaf, Target]]) -> dict[str, Any]:
     source = _arrays.Source(place / manifest.state, manifest.state_files)
-    buffers = _arrays.Buffers()
+    staging = _place.Staging(_arrays.WINDOW // 2)
     plans: dict[str, _place.Plan] = {}
     values: dict[str, Any] = {}
-    staged: dict[str, int] = {}
     unfit: dict[str, Fault] = {}
     bad: list[tuple[_arrays.Wanted, str]] = []
 
     def requests() -> Iterator[_arrays.Wanted]:
         for name, (leaf, want) in pairs.items():
-            plan = _place.Plan(leaf, want, buffers)
-            if plan.coords:
+            plan = _place.Plan(leaf, want, staging)
+            if plan.chunks:
                 plans[name] = plan
-                yield from _arrays.wanted(name, leaf, plan.coords)
+                yield from _arrays.wanted(name, leaf, plan.chunks)
             else:
                 values[name] = plan.finish()
 
-    def room(chunk: _arrays.Wanted) -> bool:
-        if chunk.name not in staged:
-            needed = plans[chunk.name].staged
-            if needed and sum(staged.values()) + needed > _arrays.WINDOW // 2:
-                return False
-            staged[chunk.name] = needed
-        return True
+    def room(chunk: _arrays.Wanted, force: bool) -> bool:
+        return plans[chunk.name].reserve(chunk.coords, force=force)
 
     def use(chunk: _arrays.Wanted, data: memoryview) -> Any:
         plan = plans[chunk.name]
@@ -522,14 +516,11 @@ def _read_arrays(place: _storage.Folder, manifest: Manifest, pairs: dict[str, tu
     for chunk, done, found in _arrays.read(requests(), [source], use, room=room):
         if done is None:
             bad.append((chunk, found))
-            plans[chunk.name].pieces = {}
         elif isinstance(done, tuple):
             values[chunk.name] = done[0]
             del plans[chunk.name]
         elif done:
             values[chunk.name] = plans.pop(chunk.name).finish()
-        if done is not False or chunk.name in unfit:
-            staged.pop(chunk.name, None)
     if bad:
         raise _faults.unreadable(place, manifest, bad)
     if unfit:
