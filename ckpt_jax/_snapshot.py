@@ -1,6 +1,7 @@
 """A snapshot: this process's share of a state, in host memory."""
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,11 +58,12 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """How arrays of one shape and sharding are cut: the same for all of them, so worked out once."""
+    """How arrays of one shape and sharding are cut: the same for all of them, and in each save."""
 
     chunk: Shape
-    boxes: list[tuple[int, Box, Sequence[int], list[tuple[Shape, int, Box]]]]  # (shard, box, holders, cells)
-    on_host: bool  # Whether its memory is the host's; elsewhere a copy has to be made, and can be started ahead.
+    # (which of the shards here, None for the array itself; box; the processes that hold it; its cells)
+    boxes: list[tuple[int | None, Box, Sequence[int], list[tuple[Shape, int, Box]]]]
+    on_cpu: bool  # Whether it is JAX's memory on the host; elsewhere a copy has to be made.
 
 
 def take(encoded: dict[str, Encoded], process: int = 0, processes: int = 1, *, hold: bool = False) -> Snapshot:
@@ -72,7 +74,6 @@ def take(encoded: dict[str, Encoded], process: int = 0, processes: int = 1, *, h
     memory that JAX keeps by itself, where there is such. NumPy's memory is copied with `hold`.
     """
     snapshot = Snapshot({name: item.leaf for name, item in encoded.items()})
-    layouts: dict[Any, _Layout] = {}
     known: dict[Any, int] = {}
     for turn, (name, item) in enumerate(encoded.items()):
         leaf, array = item.leaf, item.array
@@ -84,9 +85,8 @@ def take(encoded: dict[str, Encoded], process: int = 0, processes: int = 1, *, h
         if alone:
             snapshot.shared[name] = xxhash.xxh3_128_hexdigest(np.ascontiguousarray(array).tobytes())
         sharding = None if isinstance(array, np.ndarray) else array.sharding
-        key = (sharding, leaf.shape, array.dtype.itemsize, alone)
-        if (layout := layouts.get(key)) is None:
-            layout = layouts[key] = _layout(array, range(processes) if alone or sharding is None else None, processes)
+        layout = _layout(sharding, leaf.shape, array.dtype.itemsize, processes, alone=alone or sharding is None)
+        on_host = ON_HOST and layout.on_cpu
         leaf.chunk = layout.chunk
         if sharding is not None:
             if sharding not in known:
@@ -94,22 +94,24 @@ def take(encoded: dict[str, Encoded], process: int = 0, processes: int = 1, *, h
                 snapshot.shardings.append(plain(sharding))
             leaf.sharding = known[sharding]
         for at, box, holders, cells in layout.boxes:
-            mine = [c for i, c in enumerate(cells) if _chunks.owner(holders, i, len(cells), turn) == process]
+            mine = cells
+            if processes > 1:
+                mine = [c for i, c in enumerate(cells) if _chunks.owner(holders, i, len(cells), turn) == process]
             if mine:
-                source = _started(_shard(array, at), on_host=layout.on_host, hold=hold)
+                # `addressable_shards` has the same order, and takes eight times as long.
+                source: Any = array if at is None else array.addressable_data(at)  # pyright: ignore[reportAttributeAccessIssue]
+                source = np.asarray(source) if on_host else _started(source, hold=hold)
                 snapshot.shares.append(_Share(name, source, box, mine))
     for share in snapshot.shares if hold else ():
-        if not isinstance(share.source, np.ndarray) and not _staged(share.source):
+        if type(share.source) is not np.ndarray and not _staged(share.source):
             share.source = np.asarray(share.source)  # Donation would delete it: here its copy has to be waited for.
     return snapshot
 
 
-def _started(source: Any, *, on_host: bool, hold: bool) -> Any:
+def _started(source: Any, *, hold: bool) -> Any:
     """The values themselves, or a copy of them that is under way."""
     if isinstance(source, np.ndarray):
         return source.copy() if hold else source
-    if on_host:
-        return np.asarray(source)
     if hold and (staging := _staging(source)) is not None:
         return jax.device_put(source, staging)
     source.copy_to_host_async()
@@ -127,31 +129,36 @@ def _staged(source: jax.Array) -> bool:
     return source.sharding.memory_kind == "pinned_host"
 
 
-def _shard(array: Any, at: int) -> Any:
-    """The values of one box: those of a shard, or the array itself where one device or the host holds all."""
-    if isinstance(array, np.ndarray) or (array.is_fully_addressable and array.sharding.num_devices == 1):
-        return array
-    return array.addressable_data(at)  # In the order of `addressable_shards`, which takes eight times as long.
+@functools.lru_cache(4096)
+def _layout(sharding: Any, shape: Shape, itemsize: int, processes: int, *, alone: bool) -> _Layout:
+    """Boxes go by their index, never by device order, which a mesh may permute.
 
-
-def _layout(array: Any, everyone: Sequence[int] | None, processes: int) -> _Layout:
-    """Boxes go by `shard.index`, never by device order, which a mesh may permute."""
-    shape = array.shape
-    if isinstance(array, np.ndarray):
-        shard, here, on_host = shape, {_chunks.whole(shape): 0}, True
+    Args:
+        sharding: None for NumPy's arrays.
+        shape, itemsize: the array's.
+        processes: how many there are.
+        alone: whether every process has an array of its own, with the same values.
+    """
+    everyone = range(processes) if alone else None
+    here: Mapping[Box, int | None]
+    if sharding is None:
+        shard, here, on_cpu = shape, {_chunks.whole(shape): None}, False
     else:
-        shard = array.sharding.shard_shape(shape)
-        here = {_chunks.box(shard.index, shape): i for i, shard in reversed(list(enumerate(array.addressable_shards)))}
-        on_host = ON_HOST and all(device.platform == "cpu" for device in array.sharding.addressable_devices)
+        shard = sharding.shard_shape(shape)
+        indices = list(sharding.addressable_devices_indices_map(shape).values())  # In the order of `addressable_data`.
+        here = {_chunks.box(index or (), shape): i for i, index in reversed(list(enumerate(indices)))}
+        if sharding.is_fully_addressable and sharding.num_devices == 1:
+            here = dict.fromkeys(here, None)  # The array itself: its only shard would be another object to make.
+        on_cpu = all(device.platform == "cpu" for device in sharding.addressable_devices)
     holders: dict[Box, Sequence[int]] = dict.fromkeys(here, everyone or (0,))
     found: dict[Box, set[int]] = {}
-    if everyone is None and processes > 1 and not isinstance(array, np.ndarray):
-        for device, index in array.sharding.devices_indices_map(shape).items():
+    if sharding is not None and everyone is None and processes > 1:
+        for device, index in sharding.devices_indices_map(shape).items():
             found.setdefault(_chunks.box(index, shape), set()).add(device.process_index)
         holders = {box: sorted(found[box]) for box in here}
     # Over all boxes, not just those here: every process must find the same grid.
     writers = max(map(len, found.values())) if found else len(everyone or (0,))
-    chunk = _chunks.grid(shape, shard, array.dtype.itemsize, writers)
+    chunk = _chunks.grid(shape, shard, itemsize, writers)
     counts = _chunks.counts(shape, chunk)
     boxes = []
     for box, at in here.items():
@@ -160,7 +167,7 @@ def _layout(array: Any, everyone: Sequence[int] | None, processes: int) -> _Layo
             for coords in _chunks.covering(box, chunk)
         ]
         boxes.append((at, box, holders[box], cells))
-    return _Layout(chunk, boxes, on_host)
+    return _Layout(chunk, boxes, on_cpu)
 
 
 def plain(sharding: jax.sharding.Sharding) -> dict[str, Any]:

@@ -16,7 +16,9 @@ import ckpt_jax as ck
 Step = tuple[int, Any, Any]
 
 
-def _run(root: str, steps: int, change: Callable[[dict[str, Any]], dict[str, Any]], shift: int = 0) -> Iterator[Step]:
+def _run(
+    root: str, steps: int, change: Callable[[dict[str, Any]], dict[str, Any]], shift: int = 0, every: int = 3
+) -> Iterator[Step]:
     """Trains a line with everything that a run has; `change` says which part of the state is saved and resumed."""
     random.seed(0)
     np.random.seed(0)
@@ -40,7 +42,7 @@ def _run(root: str, steps: int, change: Callable[[dict[str, Any]], dict[str, Any
         updates, opt = tx.update(grads, opt, params)
         return optax.apply_updates(params, updates), opt, key
 
-    with ck.Saver(root, every=ck.Every(steps=3)) as saver:
+    with ck.Saver(root, every=ck.Every(steps=every)) as saver:
         saved, step = saver.resume(change(state))
         state |= saved
         if "adam" in saved:  # Of the optimizer just a part was saved.
@@ -78,6 +80,10 @@ class _OneOf:
 
 def good(root: str, steps: int) -> Iterator[Step]:
     return _run(root, steps, lambda state: state)
+
+
+def good_at_each_step(root: str, steps: int) -> Iterator[Step]:
+    return _run(root, steps, lambda state: state, every=1)
 
 
 def no_key(root: str, steps: int) -> Iterator[Step]:

@@ -6,14 +6,17 @@ import ckpt_jax as ck
 
 
 def test_a_program_that_saves_everything_is_proven():
-    """Killed after each of these steps, also those at which a checkpoint was just committed."""
-    proof = ck.prove_resume("tests.programs:good", steps=12, interrupt_at=[4, 6, 11])
+    """Killed where a checkpoint was just committed, and where it is two steps old."""
+    proof = ck.prove_resume("tests.programs:good", steps=9, interrupt_at=[5, 6])
     assert proof.ok, str(proof)
     proof.check()
-    assert (
-        str(proof)
-        == "tests.programs:good: killed after step 4, 6, 11 and resumed, all 12 steps are the same to the bit"
-    )
+    assert str(proof) == "tests.programs:good: killed after step 5, 6 and resumed, all 9 steps are the same to the bit"
+
+
+def test_a_run_of_12_steps_is_the_same_wherever_it_is_killed():
+    proof = ck.prove_resume("tests.programs:good_at_each_step", steps=12, interrupt_at=range(1, 12))
+    assert proof.ok, str(proof)
+    assert proof.interrupted == tuple(range(1, 12))
 
 
 @pytest.mark.parametrize(
