@@ -3,6 +3,8 @@
 import contextlib
 import itertools
 import threading
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,16 +55,46 @@ class Group:
                 f"the coordination service did not take a message: {text}", hint="process 0 runs it; see its log"
             ) from failed[0]
 
-    def wait(self, key: str, *, process: int, phase: str) -> str:
-        """Another process's message.
+    def wait(self, key: str, *, process: int, phase: str, seconds: float | None = None) -> str:
+        """Another process's message; waits for `seconds`, or the group's timeout.
 
         Raises:
             CheckpointError: it did not come in time; names the process and the phase.
         """
+        seconds = self.timeout if seconds is None else seconds
         try:
-            return self.client.blocking_key_value_get(f"{self.tag}/{key}", int(self.timeout * 1000))
+            return self.client.blocking_key_value_get(f"{self.tag}/{key}", max(1, int(seconds * 1000)))
         except Exception as error:
-            raise _silent(process, phase, self.timeout, str(error).partition("\n")[0][:200]) from error
+            raise _silent(process, phase, seconds, str(error).partition("\n")[0][:200]) from error
+
+    def wait_for_all(self, key: str, *, phase: str) -> Iterator[tuple[int, str]]:
+        """The message of each process but the first, as they come in, together within the group's timeout.
+
+        Raises:
+            CheckpointError: some did not come; names all these.
+        """
+        end = time.monotonic() + self.timeout
+        silent: list[CheckpointError] = []
+        for process in range(1, self.count):
+            try:
+                # Looked for first: once the time is up, those that come after a silent one have had theirs.
+                message = self.heard(f"{key}/{process}") or self.wait(
+                    f"{key}/{process}", process=process, phase=phase, seconds=end - time.monotonic()
+                )
+            except CheckpointError as error:
+                silent.append(error)
+            else:
+                yield process, message
+        if len(silent) == 1:
+            raise silent[0]
+        if silent:
+            faults = [fault for error in silent for fault in error.faults]
+            who = ", ".join(fault.place.removeprefix("process ") for fault in faults)
+            raise CheckpointError(
+                f"processes {who} did not get through the phase `{phase}` within {self.timeout:g} s",
+                faults,
+                hint=silent[0].hint,
+            )
 
     def heard(self, key: str) -> str | None:
         """A message, if it is there already and the service answers."""

@@ -343,8 +343,7 @@ def _has_key(manifest: Manifest) -> bool:
 def _collect(attempt: _commit.Attempt, group: _processes.Group) -> list[Part]:
     """The other processes' parts, each checked against the digest that its writer published."""
     parts = []
-    for process in range(1, group.count):
-        message = group.wait(f"part/{process}", process=process, phase="write")
+    for process, message in group.wait_for_all("part", phase="write"):
         if message.startswith(("failed: ", "declined: ")):
             why = message.partition(": ")[2]
             fault = Fault(f"process {process}", "its part", why)
@@ -385,7 +384,8 @@ def _follow(
                 _commit.leave(attempt)
             _raise_told(outcome, f"process 0 did not commit {target}", cause=error)
         raise
-    outcome = group.wait("outcome", process=0, phase="commit")
+    # For twice as long as process 0 waits for the others: they hear from it which one is missing.
+    outcome = group.wait("outcome", process=0, phase="commit", seconds=2 * group.timeout)
     if outcome != "committed":
         _commit.leave(attempt)
         _raise_told(outcome, f"process 0 did not commit {target}")

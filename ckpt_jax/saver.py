@@ -80,7 +80,8 @@ class Saver:
         health: what a state must fulfil to be committed; None to not look.
         grace: seconds between a preemption's notice (SIGTERM) and the end, in which the last save must fit.
         max_failures: so many failed saves in a row are an error.
-        timeout: seconds for which one process waits for another.
+        timeout: seconds for which process 0 waits for the others to write their parts; they wait twice as long for it,
+            and so hear which one is missing.
         on_event: is called with every `Event`, also from the writer's thread.
         debug: compare each snapshot, when it is written, with a copy that was made before `step` returned.
 
