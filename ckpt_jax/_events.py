@@ -15,7 +15,7 @@ from ._storage import Folder
 FILE = "events.jsonl"
 
 Kind = (
-    Literal["started", "snapshot", "skipped", "declined", "committed", "failed", "rejected"]
+    Literal["started", "snapshot", "written", "committed", "skipped", "declined", "failed", "rejected"]
     | Literal["resumed", "fell back", "warning", "pruned", "preempted", "closed"]
 )
 
@@ -25,9 +25,10 @@ class Event:
     """One thing that happened.
 
     Attributes:
-        kind: `started` (a Saver), `snapshot` (taken; training goes on), `skipped` (a save was due while one was being
-            written), `declined` (a process was still writing), `committed`, `failed`, `rejected` (the state was not
-            healthy), `resumed`, `fell back` (a step was damaged), `warning`, `pruned`, `preempted`, `closed`.
+        kind: `started` (a Saver), `snapshot` (taken; training goes on), `written` (this process's part is durable),
+            `committed` (the checkpoint exists), `skipped` (a save was due while one was being written), `declined` (a
+            process was still writing), `failed`, `rejected` (the state was not healthy), `resumed`, `fell back` (a step
+            was damaged), `warning`, `pruned`, `preempted`, `closed`.
         step: the step that it is about.
         process: in which process.
         time: seconds since 1970.

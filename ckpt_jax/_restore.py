@@ -435,7 +435,7 @@ def _set_live(pairs: dict[str, tuple[Leaf, Target]], values: dict[str, Any]) -> 
             before.append((thing, _leaves.get_state(thing)))
     for name, (leaf, thing) in live.items():
         try:
-            _leaves.set_state(thing, _leaves.live_state(leaf, *_processes.here()))
+            _set(thing, _leaves.live_state(leaf, *_processes.here()))
         except Exception as error:
             for other, state in before:
                 with contextlib.suppress(Exception):  # The one that refused may refuse this too.
@@ -446,6 +446,17 @@ def _set_live(pairs: dict[str, tuple[Leaf, Target]], values: dict[str, Any]) -> 
                 hint="build the loader as it was built when the checkpoint was saved",
             ) from error
         values[name] = thing
+
+
+def _set(thing: Any, state: Any) -> None:
+    """Raises ValueError if what it says of itself afterwards is something else: it would start anew without a word."""
+    _leaves.set_state(thing, state)
+    try:
+        found = _leaves.get_state(thing)
+    except Exception:  # noqa: BLE001  It cannot say where it is before it is read from.
+        return
+    if _values.pack(found) != _values.pack(state):
+        raise ValueError(f"it was set to {state!s:.200}, and says it is at {found!s:.200}")
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------

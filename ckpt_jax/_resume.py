@@ -143,6 +143,26 @@ def check_counts(manifest: Manifest, state: Any, log: Log) -> None:
         warnings.warn(message, stacklevel=4)
 
 
+def positions(manifest: Manifest, state: Any, process: int) -> dict[str, Any]:
+    """Where the iterators in a state stand that was just resumed, by name, as the manifest has it."""
+    found = {}
+    for name, value in _tree.flatten(state).leaves.items():
+        leaf = manifest.leaves.get(name)
+        if leaf is not None and leaf.kind == "live" and hasattr(type(value), "__next__"):
+            found[name] = _position(leaf, process)
+    return found
+
+
+def stalled(before: Mapping[str, Any], manifest: Manifest) -> tuple[str, ...]:
+    """Those iterators whose state is still what it was; the manifest is one that this process is about to write."""
+    now = {name: manifest.leaves[name] for name in before if name in manifest.leaves}
+    return tuple(name for name, leaf in now.items() if leaf.kind == "live" and _position(leaf, 0) == before[name])
+
+
+def _position(leaf: Leaf, process: int) -> Any:
+    return leaf.value["global"] if "global" in leaf.value else leaf.value["processes"][process]
+
+
 def _count(name: str, value: Any, leaf: Leaf | None) -> int | None:
     """How many updates a leaf says there were, if it is one that counts them."""
     last = name.rpartition(".")[2]

@@ -6,7 +6,7 @@ import json
 import re
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -183,12 +183,14 @@ class Terms(NamedTuple):
         health: what the state must fulfil; None to not look.
         before: how the leaves were in the last committed checkpoint.
         expected: digests of this process's chunks, which the snapshot must still have.
+        written: is told how many bytes this process wrote, once they are durable.
     """
 
     overwrite: bool = False
     health: _health.Health | None = None
     before: Mapping[str, _manifest.Health] = {}
     expected: Mapping[tuple[str, int], str] | None = None
+    written: Callable[[int], None] = lambda size: None
 
 
 def write(
@@ -270,11 +272,13 @@ def _write_part(
     )
     place.sync()
     manifest.seconds["write"] = time.perf_counter() - started
+    digests = {name: found for name, found in digests.items() if name not in extra}
+    terms.written(sum(len(found) * _manifest.chunk_bytes(manifest.leaves[name]) for name, found in digests.items()))
     if terms.expected is not None:
         _check_unchanged(digests, terms.expected)
     return Part(
         process=group.index,
-        chunks={name: found for name, found in digests.items() if name not in extra},
+        chunks=digests,
         live=snapshot.live,
         shared=snapshot.shared | _scalar_digests(manifest.leaves, group),
         tree=_tree_digest(manifest) if group.count > 1 else "",

@@ -64,6 +64,13 @@ class _Job(NamedTuple):
     blocked: float
 
 
+class _Resumed(NamedTuple):
+    """What a run went on from: the step, and where its iterators stood."""
+
+    step: int
+    positions: dict[str, Any]
+
+
 class Saver:
     """Saves a run's state as it trains, and resumes it.
 
@@ -139,6 +146,7 @@ class Saver:
         self._took: float | None = None  # Seconds of the last write.
         self._before: Mapping[str, Any] = {}
         self._declined: list[_processes.Group] = []
+        self._resumed: _Resumed | None = None
         self._pid, self._closed = os.getpid(), False
         self._work: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._idle = threading.Event()
@@ -175,6 +183,7 @@ class Saver:
         seconds = {"read": time.perf_counter() - started}
         self._log.add("resumed", manifest.step, bytes=manifest.nbytes, seconds=seconds)
         _resume.check_counts(manifest, state, self._log)
+        self._resumed = _Resumed(manifest.step, _resume.positions(manifest, state, self._index))
         self._last = time.monotonic()
         return state, manifest.step
 
@@ -348,7 +357,15 @@ class Saver:
             _save.abstain(group, f"failed: {error}")
             group.part()
             raise
-        terms = _save.Terms(health=self._health, before=self._before, expected=expected)
+        self._warn_of_stalled(step, manifest)
+        terms = _save.Terms(
+            health=self._health,
+            before=self._before,
+            expected=expected,
+            written=lambda size: self._log.add(
+                "written", step, bytes=size, seconds={"write": manifest.seconds["write"]}
+            ),
+        )
         self._idle.clear()
         if self._thread is None:  # One for the Saver's whole life: each new one leaves its malloc arena behind.
             self._thread = threading.Thread(target=self._write_all, name="ckpt_jax writer", daemon=True)
@@ -357,6 +374,18 @@ class Saver:
         self._log.note("snapshot", step, seconds={"blocked": blocked})
         self._work.put(_Job(step, manifest, snapshot, group, terms, blocked))
         return True
+
+    def _warn_of_stalled(self, step: int, manifest: Manifest) -> None:
+        """Once, at the first save after a resume: an iterator that only remembers its state starts the data anew."""
+        resumed, self._resumed = self._resumed, None
+        if resumed is None or step <= resumed.step:
+            return
+        if names := _resume.stalled(resumed.positions, manifest):
+            message = (
+                f"{', '.join(names)}: as it was resumed at step {resumed.step}; either nothing was read from it "
+                "since, or its state does not say where it is, and each resume repeats the data"
+            )
+            self._log.note("warning", step, message=message, names=names)
 
     def _decline(self, step: int, group: _processes.Group) -> None:
         self.skipped += 1

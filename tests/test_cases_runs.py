@@ -833,6 +833,56 @@ def test_c089_state_reaches_the_iterator_that_is_consumed(root: str):
     assert other.get_state() != it.get_state()
 
 
+class Stash:
+    """Remembers the state that it is set to, and begins anew all the same."""
+
+    def __init__(self):
+        self.state, self.at = None, 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.at += 1
+        return self.at
+
+    def get_state(self):
+        return {"at": self.at} if self.state is None else self.state
+
+    def set_state(self, state: Any):
+        self.state = state
+
+
+class Deaf(Stash):
+    def set_state(self, state: Any):
+        pass
+
+
+def test_c089_a_loader_that_does_not_take_its_state_is_refused(root: str):
+    it = Deaf()
+    next(it)
+    ck.save(f"{root}/1", {"loader": it})
+    with pytest.raises(ck.Mismatch, match=r"it was set to \{'at': 1\}, and says it is at \{'at': 0\}"):
+        ck.restore(f"{root}/1", like={"loader": Deaf()})
+
+
+def test_c089_a_loader_that_only_remembers_its_state_is_told_of(root: str):
+    """What it says after elements were read is what it was set to: the first save after the resume tells."""
+    events: list[Any] = []
+    for until in (3, 5):
+        with ck.Saver(root, every=ck.Every(steps=1), on_event=events.append) as saver:
+            state, step = saver.resume({"loader": Stash(), "still": np.random.default_rng(0)})
+            while step < until:
+                next(state["loader"])
+                step += 1
+                saver.step(step, state)
+                saver.wait()
+    (warning,) = [event for event in events if event.kind == "warning"]
+    assert warning.step == 4
+    assert warning.names == ("loader",)
+    assert "as it was resumed at step 3" in warning.message
+
+
 # --- the resumed run --------------------------------------------------------------------------------------------------
 
 

@@ -38,6 +38,17 @@ def test_any_number_of_processes_goes_on(stops):
     assert flat[:20] != flat[20:40], "in another order each time"
 
 
+def test_c095_what_was_read_before_is_passed_over_once(root):
+    """Resumed in the middle of an epoch: the epochs after it are whole."""
+    (it,) = make(1, shuffle=False, batch_size=4)
+    given([it], 2)
+    ck.save(f"{root}/2", {"data": it})
+    (again,) = make(1, shuffle=False, batch_size=4)
+    ck.restore(f"{root}/2", {"data": again})
+    flat = [sample for batch in given([again], 13) for sample in batch]
+    assert flat == [*range(8, 20), *range(20), *range(20)]
+
+
 def test_it_goes_through_a_checkpoint_to_another_number_of_processes(root):
     (four, *_) = batches = make(4)
     whole = given(make(1), 7)

@@ -118,7 +118,7 @@ def test_each_process_gets_its_own_state_back(saved):
     assert run(body, root, 4) == ["True\n"] * 4
 
 
-def test_host_values_must_be_alike(tmp_path):
+def test_c105_host_values_must_be_alike(tmp_path):
     """C105: no process's value wins silently."""
     body = """
     try:

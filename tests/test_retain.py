@@ -56,6 +56,16 @@ def test_what_stays(found, keep, stay):
     assert kept(found, keep) == stay
 
 
+def test_c096_the_best_do_not_push_out_the_newest(root):
+    """A metric that only gets worse: a run keeps its best two, and the step that it resumes from."""
+    with ck.Saver(root, every=ck.Every(steps=1), keep=ck.Keep(last=1, best=ck.Best("acc", 2, mode="max"))) as saver:
+        for step, accuracy in enumerate([0.9, 0.8, 0.1, 0.05], start=1):
+            saver.step(step, {"w": np.full(3, step)}, metrics={"acc": accuracy})
+            saver.wait()
+    assert ck.steps(root) == [1, 2, 4]
+    assert ck.latest(root) == f"{root}/4"
+
+
 def test_a_milestone_that_was_said_at_the_save_stays():
     found = facts(1, 2, 3) | {2: Facts(milestone=True)}
     assert kept(found, ck.Keep(last=1)) == [2, 3]
