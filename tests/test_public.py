@@ -49,3 +49,9 @@ def test_signatures_are_the_contract():
 def test_examples_run(module):
     failed, _ = doctest.testmod(importlib.import_module(module), optionflags=doctest.NORMALIZE_WHITESPACE)
     assert failed == 0
+
+
+def test_the_examples_of_the_guide_run():
+    path = Path(__file__).parent.parent / "docs" / "run.md"
+    failed, attempted = doctest.testfile(str(path), module_relative=False, optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert (failed, attempted > 10) == (0, True)
