@@ -26,6 +26,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import ckpt_jax as ck
 from ckpt_jax import _arrays, _chunks, _commit
 
+from .cells import cells_of
+
 FULL = os.environ.get("CKPT_DAMAGE") == "full"
 MANIFEST = "MANIFEST.json"
 SMALL = 4096  # Files up to this size are tried bit by bit in a full run.
@@ -92,8 +94,7 @@ def _leaf(leaf: Any) -> Any:
 def _small() -> Iterator[None]:
     """Chunks of at most 2 kB, data files of 8 kB, tree nodes of 4 kB: a small checkpoint has several of each."""
     config = _arrays._CONFIG | {"max_decoded_node_bytes": 4096}
-    grid = functools.partial(_chunks.grid, cell_bytes=2048)
-    with mock.patch.multiple(_arrays, DATA_FILE=8 << 10, _CONFIG=config), mock.patch.object(_chunks, "grid", grid):
+    with mock.patch.multiple(_arrays, DATA_FILE=8 << 10, _CONFIG=config), cells_of(2048):
         yield
 
 

@@ -16,6 +16,8 @@ import ckpt_jax
 from ckpt_jax.demo import checks, settings, text
 from ckpt_jax.demo.checks import Step
 
+pytestmark = pytest.mark.xdist_group("demo")  # One run of it serves most of these.
+
 SMALL = """
 [model]
 vocabulary = 256

@@ -26,6 +26,7 @@ from ckpt_jax import _arrays, _chunks, _manifest, _open, _snapshot, _storage, _s
 from ckpt_jax._leaves import Encoded
 from ckpt_jax._manifest import Leaf, Part
 
+from .cells import cells_of
 from .trees import same
 
 DEVICES = jax.devices()
@@ -194,7 +195,7 @@ def _placed(tree: Any) -> list[Any]:
 def test_restoring_onto_any_other_sharding_is_the_identity(tree: Any, cell: int) -> None:
     saved, like = side(tree, 0), side(tree, 1)
     place = f"memory://{uuid.uuid4()}/1"
-    with mock.patch.object(_chunks, "grid", functools.partial(_chunks.grid, cell_bytes=cell)):
+    with cells_of(cell):
         ck.save(place, saved)
     try:
         restored = ck.restore(place, like)
@@ -241,7 +242,7 @@ def test_devices_that_hold_the_same_box_each_get_a_copy(shape: tuple[int, ...], 
 def test_any_slice_of_a_saved_array_is_that_slice(data: st.DataObject, shape: tuple[int, ...], cell: int) -> None:
     values = filled(shape, "float32", 0)
     place = f"memory://{uuid.uuid4()}/1"
-    with mock.patch.object(_chunks, "grid", functools.partial(_chunks.grid, cell_bytes=cell)):
+    with cells_of(cell):
         ck.save(place, {"x": put(values, data.draw(shardings(shape)))})
     index = data.draw(hnp.basic_indices(shape, allow_newaxis=False))
     found = ck.open(place)["x"][index]
@@ -412,30 +413,28 @@ class _Sharding:
         return {self.devices[d]: index for d, index in self.real.devices_indices_map(shape).items()}
 
     def addressable_devices_indices_map(self, shape: tuple[int, ...]) -> Any:
-        raise AssertionError("a snapshot takes the values that are here, by their shards")
+        return {d: index for d, index in self.devices_indices_map(shape).items() if d in self.addressable_devices}
+
+    @property
+    def is_fully_addressable(self) -> bool:
+        return len(self.addressable_devices) == len(self.devices)
 
     def shard_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return self.real.shard_shape(shape)
 
 
-class _Shard:
-    def __init__(self, device: _Device, index: Any, data: np.ndarray):
-        self.device, self.index, self.data = device, index, data
-
-
 class _Array:
     """A global array as one process sees it."""
 
-    def __init__(self, values: np.ndarray, sharding: _Sharding, process: int):
+    def __init__(self, values: np.ndarray, sharding: _Sharding):
         self.shape, self.dtype, self.ndim = values.shape, values.dtype, values.ndim
         self.sharding = sharding
-        where = sharding.devices_indices_map(values.shape)
-        self.addressable_shards = [_Shard(d, i, values[i]) for d, i in where.items() if d.process_index == process]
-        self.is_fully_addressable = all(d.process_index == process for d in where)
+        self.data = [values[index] for index in sharding.addressable_devices_indices_map(values.shape).values()]
+        self.is_fully_addressable = sharding.is_fully_addressable
         self.is_fully_replicated = sharding.real.is_fully_replicated
 
     def addressable_data(self, index: int) -> np.ndarray:
-        return self.addressable_shards[index].data
+        return self.data[index]
 
     def is_deleted(self) -> bool:
         return False
@@ -472,8 +471,7 @@ def runs(draw: st.DrawFn) -> tuple[int, list[tuple[np.ndarray, jax.sharding.Name
 def test_every_chunk_is_written_by_just_one_process(run: Any, share: int, cell: int) -> None:
     count, arrays, devices = run
     snapshots = []
-    grid = functools.partial(_chunks.grid, cell_bytes=cell)
-    with mock.patch.object(_chunks, "SHARE_BYTES", share), mock.patch.object(_chunks, "grid", grid):
+    with cells_of(cell, share=share):
         for process in range(count):
             encoded = {
                 f"x{i}": Encoded(Leaf("array", dtype="int32", shape=v.shape), _seen(v, sharding, devices, process))
@@ -504,7 +502,7 @@ def test_processes_that_hold_boxes_of_unlike_numbers_of_copies_cut_alike() -> No
     mesh = Mesh(np.array(DEVICES[:6]).reshape(2, 3), ("a", "b"))
     homes = {0: 0, 1: 1, 2: 0, 3: 2, 4: 2, 5: 2}
     devices = {device: _Device(homes[i]) for i, device in enumerate(DEVICES[:6])}
-    with mock.patch.object(_chunks, "SHARE_BYTES", 1):
+    with cells_of(share=1):
         arrays = [_seen(values, NamedSharding(mesh, PartitionSpec("a")), devices, process) for process in range(3)]
         encoded = [{"x": Encoded(Leaf("array", dtype="int32", shape=(16,)), array)} for array in arrays]
         snapshots = [_snapshot.take(item, process, 3) for process, item in enumerate(encoded)]
@@ -513,7 +511,7 @@ def test_processes_that_hold_boxes_of_unlike_numbers_of_copies_cut_alike() -> No
 
 
 def _seen(values: np.ndarray, sharding: NamedSharding, devices: dict[Any, _Device], process: int) -> Any:
-    return _Array(values, _Sharding(sharding, devices, process), process)
+    return _Array(values, _Sharding(sharding, devices, process))
 
 
 def _digests(snapshot: _snapshot.Snapshot) -> dict[str, dict[int, str]]:

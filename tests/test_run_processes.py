@@ -260,8 +260,7 @@ os._exit(0)
 FIRST = ["snapshot", "open", "write", "merge", "manifest", "rename", "publish"]
 OTHER = ["snapshot", "open", "write", "part"]
 OF_2 = [(2, v, p, how) for v, phases in enumerate([FIRST, OTHER]) for p in phases for how in ("kill", "stop", "raise")]
-OF_4 = [(4, v, p, "kill") for v in range(4) for p in (OTHER if v else FIRST)]
-OF_4 += [(4, v, "write", "stop") for v in range(4)]
+OF_4 = [(4, v, p, how) for v in range(4) for p in (OTHER if v else FIRST) for how in ("kill", "stop")]
 
 
 @pytest.mark.parametrize(("count", "victim", "phase", "how"), OF_2 + OF_4)
