@@ -240,10 +240,14 @@ def fits(name: str, leaf: Leaf, want: Target, *, cast: bool) -> Fault | None:
     if leaf.kind == "key":
         if leaf.dtype != "uint32" or _leaves.impl_width(leaf.impl) != leaf.shape[-1]:
             return fault(f"this JAX has no PRNG implementation {leaf.impl!r} with such keys")
-        same = (want.kind, want.dtype, want.shape) == ("key", f"key<{leaf.impl}>", leaf.shape[:-1])
-        return None if same else fault()
+        if (want.kind, want.dtype, want.shape) == ("key", f"key<{leaf.impl}>", leaf.shape[:-1]):
+            return None
+        numbers = want.kind in ("jax", "numpy") and want.dtype == "uint32"
+        return fault("restore it as a key; jax.random.key_data gives its numbers" if numbers else "")
     if want.kind == "scalar":
         return None if not leaf.shape and _same_sort(leaf.dtype, want.dtype) else fault()
+    if want.kind == "key" and leaf.dtype == "uint32":
+        return fault("restore it as uint32; jax.random.wrap_key_data makes a key of it")
     if want.kind not in ("jax", "numpy", "generic") or want.shape != leaf.shape:
         return fault()
     if want.dtype != leaf.dtype and not cast:
@@ -365,7 +369,7 @@ def _sharding_of(sharding: ShardingLike, flat: _tree.Flat) -> Callable[[str, Any
         )
         by_name = _tree.flatten(jax.tree.map(_Held, spread, is_leaf=lambda x: x is None)).leaves
     except ValueError as error:
-        text = str(error).partition("\n")[0]
+        text = " ".join(str(error).split())[:600].replace("broadcast_prefix prefix_tree", "sharding")
         raise Mismatch(
             "`sharding` is no prefix of `like`", [Fault("sharding", "a tree prefix of `like`", text)]
         ) from error
@@ -443,7 +447,7 @@ def _set_live(pairs: dict[str, tuple[Leaf, Target]], values: dict[str, Any]) -> 
             raise Mismatch(
                 f"{name} does not take the state it had",
                 [Fault(name, f"a {leaf.type} that takes its state", f"{type(error).__name__}: {error}")],
-                hint="build the loader as it was built when the checkpoint was saved",
+                hint="build it as it was built when the checkpoint was saved",
             ) from error
         values[name] = thing
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 import xxhash
 
-from . import _arrays, _chunks, _commit, _faults, _storage
+from . import _arrays, _chunks, _commit, _faults, _storage, _values
 from ._manifest import Manifest
 from .errors import CheckpointError, Fault, NotFound
 
@@ -37,6 +37,17 @@ class Report:
     @property
     def ok(self) -> bool:
         return not self.faults
+
+    def __str__(self) -> str:
+        if not self.faults:
+            read = (
+                f": {self.chunks:,} chunk{'s' * (self.chunks != 1)} read back, {_values.human(self.bytes)}"
+                if self.level == "chunks"
+                else ""
+            )
+            return f"{self.path} is whole ({self.level}){read}"
+        places = f"{len(self.faults)} place{'s' * (len(self.faults) != 1)}"
+        return "\n".join([f"{self.path} is damaged in {places}:", *(f"  {fault}" for fault in self.faults)])
 
     def check(self) -> None:
         """Raises Corrupt with all faults, if there is one."""

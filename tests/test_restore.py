@@ -185,3 +185,24 @@ def test_a_root_without_a_checkpoint_is_named_as_the_cause(memory):
 def test_overwrite_is_a_bool(memory):
     with pytest.raises(TypeError, match="overwrite is True or False"):
         ck.save(memory, {"w": 1}, overwrite="no")
+
+
+def test_messages_say_what_to_do(tmp_path):
+    key = jax.random.key(0)
+    ck.save(tmp_path / "1", {"key": key, "raw": jax.random.key_data(key), "w": {"a": jnp.ones(2), "b": jnp.ones(3)}})
+    like = {"key": jax.random.key_data(key), "raw": key, "w": {"a": jnp.zeros(2), "b": jnp.zeros(3)}}
+    with pytest.raises(ck.Mismatch) as caught:
+        ck.restore(tmp_path / "1", like)
+    assert "restore it as a key; jax.random.key_data gives its numbers" in str(caught.value)
+    assert "restore it as uint32; jax.random.wrap_key_data makes a key of it" in str(caught.value)
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    with pytest.raises(ck.Mismatch, match=r"at key path sharding\['w'\].* the symmetric difference on key sets is b"):
+        ck.restore(tmp_path / "1", like, sharding={"key": one, "raw": one, "w": {"a": one}})
+
+
+def test_a_report_reads_as_a_sentence(tmp_path):
+    ck.save(tmp_path / "1", {"w": np.ones(2)})
+    assert str(ck.verify(tmp_path / "1")) == f"{tmp_path}/1 is whole (chunks): 1 chunk read back, 16 B"
+    assert str(ck.verify(tmp_path / "1", level="files")) == f"{tmp_path}/1 is whole (files)"
+    (tmp_path / "1" / "MANIFEST.json").write_text("{}")
+    assert str(ck.verify(tmp_path / "1")).startswith(f"{tmp_path}/1 is damaged in 1 place:\n  MANIFEST.json")
