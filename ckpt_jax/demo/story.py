@@ -18,7 +18,7 @@ from .._values import human
 from . import checks, children, settings, telling
 from .checks import Check
 from .children import Cut, Trainers
-from .settings import Settings
+from .settings import Name, Settings
 from .telling import Run, say
 
 VICTIM = 1  # The process that is killed.
@@ -109,9 +109,10 @@ class Plan:
         """Where that one saves what it restored, as it is."""
         return self.folder / "restored"
 
-    def trainers(  # A run in that root, on that mesh.
-        self, root: Path, on: settings.Name, *, timeout: float | None = None, again: Path | None = None
+    def trainers(
+        self, root: Path, on: Name, *, timeout: float | None = None, again: Path | None = None
     ) -> AbstractContextManager[Trainers]:
+        """A run in that root, on that mesh."""
         mesh, logs = self.settings.mesh[on], self.folder / "logs"
         return children.trainers(self.config, root, mesh, on, logs=logs, timeout=timeout, again=again)
 
