@@ -100,6 +100,11 @@ class Plan:
         return self.folder / "killed"
 
     @property
+    def left(self) -> Path:
+        """Where a copy of the newest checkpoint that the kill left stays, as runs delete their old ones."""
+        return self.folder / "left"
+
+    @property
     def moved(self) -> Path:
         """The root of the run that goes on with the killed one's checkpoint, on the other mesh."""
         return self.folder / "moved"
@@ -141,8 +146,8 @@ def _tell(console: Console, plan: Plan) -> bool:
 
     say(console, f"\n3. One process goes on with a copy of step {found.start}, on {mesh['other']}")
     moved = telling.follow(console, found.moved, train.steps)
-    saved, restored = plan.killed / str(found.start), plan.restored / str(found.start)
-    held &= _report(console, checks.same_state(saved, restored, mesh["other"]))
+    left, restored = plan.left / str(found.start), plan.restored / str(found.start)
+    held &= _report(console, checks.same_state(left, restored, mesh["other"]))
     held &= _report(console, checks.same_run(whole.steps, moved.steps))
 
     say(console, f"\n4. Two processes go on in the killed run's own folder, on {mesh['usual']}")
@@ -153,7 +158,7 @@ def _tell(console: Console, plan: Plan) -> bool:
 
     telling.compare(console, whole.steps, resumed.steps, moved.steps)
     telling.sizes(console, plan.folder, plan.killed / last, [whole, killed, resumed], moved)
-    telling.what_next(console, plan.undisturbed / last, plan.killed / last, plan.moved / str(found.start), restored)
+    telling.what_next(console, plan.undisturbed / last, plan.killed / last, left, restored)
     return held
 
 
@@ -192,7 +197,7 @@ def _kill(console: Console, plan: Plan, run: Run) -> Killed | None:
             cut = _in_save(console, plan, two, run)
             if cut is None:
                 continue
-            # Process 0 now waits for its fellow, for as long as it was told to: the next chapter's trainer starts.
+            say(console, f"  process 0 waits for the part of process {VICTIM}; chapter 3 begins meanwhile, unseen")
             start = _copy_newest(plan)
             moved = plan.running.enter_context(plan.trainers(plan.moved, "other", again=plan.restored))
             said = telling.last_words(console, two, 0, FAREWELL, cut.step)
@@ -200,8 +205,8 @@ def _kill(console: Console, plan: Plan, run: Run) -> Killed | None:
             return Killed(cut, said, start, moved)
         say(console, f"  step {cut.step} was committed all the same; on from there, for another try")
         plan.running.close()
-        shutil.rmtree(plan.moved)
-        shutil.rmtree(plan.restored, ignore_errors=True)
+        for place in (plan.left, plan.moved, plan.restored):
+            shutil.rmtree(place, ignore_errors=True)
     return None
 
 
@@ -212,7 +217,10 @@ def _in_save(console: Console, plan: Plan, two: Trainers, run: Run) -> Cut | Non
         if told["event"] == "snapshot" and told["step"] >= train.kill_at and told["process"] == VICTIM:
             cut = children.kill_in_save(two, VICTIM, plan.killed, told["step"])
             if cut is not None:
-                say(console, f"  step {cut.step}: SIGKILL, with {human(cut.bytes)} in {cut.attempt}")
+                say(
+                    console,
+                    f"  step {cut.step}: SIGKILL to process {VICTIM}, with {human(cut.bytes)} written of {cut.attempt}",
+                )
                 return cut
             say(console, f"  step {told['step']} was committed before the signal came")
     return None
@@ -220,5 +228,6 @@ def _in_save(console: Console, plan: Plan, two: Trainers, run: Run) -> Cut | Non
 
 def _copy_newest(plan: Plan) -> int:
     newest = ckpt_jax.steps(plan.killed)[-1]
-    shutil.copytree(plan.killed / str(newest), plan.moved / str(newest))
+    for place in (plan.left, plan.moved):
+        shutil.copytree(plan.killed / str(newest), place / str(newest))
     return newest

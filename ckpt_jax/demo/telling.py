@@ -91,7 +91,7 @@ def last_words(console: Console, trainers: Trainers, index: int, within: float, 
             match told:
                 case {"event": "failed" | "committed", "step": at, "text": text} if at == step:
                     said = text
-                    say(console, f"  process {index}: {text.partition(chr(10))[0]}")
+                    say(console, f"  process {index}: {text.partition(chr(10))[0].rstrip(':')}")
                 case {"event": "stopped", "why": why}:
                     say(console, f"  process {index}: ended by {why}")
     return said
@@ -126,10 +126,10 @@ def sizes(console: Console, folder: Path, saved: Path, two: list[Run], one: Run)
     say(console, f"folder    {folder}, {human(everything)}; yours to delete")
 
 
-def what_next(console: Console, undisturbed: Path, resumed: Path, moved: Path, restored: Path) -> None:
+def what_next(console: Console, undisturbed: Path, resumed: Path, left: Path, restored: Path) -> None:
     """Commands by which anyone can look for themselves."""
     root, a, b = (shlex.quote(str(path)) for path in (resumed.parent, undisturbed, resumed))
-    c, d = (shlex.quote(str(path)) for path in (moved, restored))
+    c, d = (shlex.quote(str(path)) for path in (left, restored))
     say(console, "\nSee for yourself:")
     say(console, f"  grep failed {root}/events.jsonl    # what process 0 wrote down")
     say(console, f"  ckpt-jax ls {root}")
