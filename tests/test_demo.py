@@ -12,8 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import typer
 
 import ckpt_jax
+from ckpt_jax import cli
 from ckpt_jax.demo import checks, children, settings, text
 from ckpt_jax.demo.checks import Step
 
@@ -283,6 +285,20 @@ def test_the_settings_leave_three_saves_to_be_killed_in_and_one_to_go_back_to(na
     assert train.steps % train.save_every == train.kill_at % train.save_every == 0
     assert train.save_every < train.kill_at <= train.steps - 2 * train.save_every
     assert {mesh.processes: mesh.devices for mesh in chosen.mesh.values()} == {2: 8, 1: 4}
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_the_command_takes_the_settings_that_were_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: bool
+):
+    from ckpt_jax.demo import story
+
+    asked = []
+    monkeypatch.setattr(story, "_tell", lambda console, plan: asked.append(plan.config) or True)
+    with pytest.raises(typer.Exit) as left:
+        cli.demo(str(tmp_path / "run"), quick=quick)
+    assert left.value.exit_code == 0
+    assert asked == [settings.where("quick" if quick else "tiny_gpt")]
 
 
 def test_quick_is_smaller():
