@@ -19,6 +19,7 @@ from .. import _commit
 from . import settings
 
 Told = dict[str, Any]  # What a trainer tells: the event, which process it is, and the facts.
+PATIENCE = 30.0  # Seconds in which a save is begun, or never is.
 
 
 class Ended(Exception):
@@ -151,11 +152,12 @@ def kill_in_save(run: Trainers, victim: int, root: Path, step: int) -> Cut | Non
     """Kills a trainer by SIGKILL while it writes its part of a save: once the first bytes of that are on the disk.
 
     Returns:
-        What was cut short; None, and nobody was killed, if the save was faster.
+        What was cut short; None, and nobody was killed, if the save was faster, or is not made at all.
     """
     child, committed = run.processes[victim], root / str(step)
+    end = time.monotonic() + PATIENCE
     while True:
-        if committed.exists() or child.poll() is not None:
+        if committed.exists() or child.poll() is not None or time.monotonic() > end:
             return None
         found = attempts(root, step)
         if found and size(found[0] / "state" / f"ocdbt.process_{victim}"):

@@ -222,7 +222,7 @@ def _in_save(console: Console, plan: Plan, two: Trainers, run: Run) -> Cut | Non
                     f"  step {cut.step}: SIGKILL to process {VICTIM}, with {human(cut.bytes)} written of {cut.attempt}",
                 )
                 return cut
-            say(console, f"  step {told['step']} was committed before the signal came")
+            say(console, f"  step {told['step']} was saved before the signal came")
     return None
 
 
