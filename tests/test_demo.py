@@ -1,5 +1,6 @@
 """The demo does what it says: here with a smaller model, and on disk as well as in words."""
 
+import io
 import json
 import os
 import re
@@ -13,10 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import typer
+from rich.console import Console
 
 import ckpt_jax
 from ckpt_jax import cli
-from ckpt_jax.demo import checks, children, settings, text
+from ckpt_jax.demo import checks, children, settings, telling, text
 from ckpt_jax.demo.checks import Step
 
 SMALL = """
@@ -346,6 +348,19 @@ def test_a_kill_that_cost_a_checkpoint_is_told(tmp_path: Path):
     assert [check.holds for check in checks.killed(tmp_path, cut, "nothing")] == [True, True, True, False]
     ckpt_jax.save(tmp_path / "4", {"w": np.zeros(4)})
     assert [check.holds for check in checks.killed(tmp_path, cut, said)] == [False, False, True, True]
+
+
+def test_a_survivor_that_hangs_is_not_waited_for_once_it_has_told_of_its_save(monkeypatch: pytest.MonkeyPatch):
+    """Not every collective notices that a process is dead."""
+    monkeypatch.setattr(children, "MOMENT", 0.0)
+    monkeypatch.setattr(children, "FAREWELL", 10**6)
+    run = children.Trainers([], [])
+    run.heard.put({"process": 1, "event": "end"})
+    run.heard.put({"process": 0, "event": "failed", "step": 4, "text": "step 4 failed: process 1 is silent:\n  so"})
+    console = Console(file=io.StringIO(), width=200)
+    assert telling.last_words(console, run, 0, 4).startswith("step 4 failed")
+    told = "  process 0: step 4 failed: process 1 is silent\n  process 0: hangs in its training step, and is ended\n"
+    assert console.file.getvalue() == told
 
 
 def test_a_state_that_differs_in_one_leaf_is_not_the_same(tmp_path: Path):

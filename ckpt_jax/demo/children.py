@@ -20,6 +20,8 @@ from . import settings
 
 Told = dict[str, Any]  # What a trainer tells: the event, which process it is, and the facts.
 PATIENCE = 30.0  # Seconds in which a save is begun, or never is.
+FAREWELL = 60.0  # Seconds in which a trainer tells what it makes of the other's death: some times what it takes.
+MOMENT = 2.0  # Seconds in which it ends, if its training step does not hang.
 
 
 class Ended(Exception):
@@ -125,9 +127,13 @@ def events(run: Trainers) -> Iterator[Told]:
             raise Ended(f"process {index} ended with exit code {code}; the end of {run.logs[index]}:\n{last}")
 
 
-def last_words(run: Trainers, index: int, within: float) -> Iterator[Told]:
-    """What a trainer still tells, once another one is dead, until it ends or the time is over."""
-    end = time.monotonic() + within
+def last_words(run: Trainers, index: int, step: int) -> Iterator[Told]:
+    """What a trainer still tells, once another one is dead, until it ends.
+
+    Its training step may hang in a collective for ever: once it has told what became of that step's save, it has a
+    moment left to end by itself.
+    """
+    end = time.monotonic() + FAREWELL
     with contextlib.suppress(queue.Empty):
         while True:
             told = run.heard.get(timeout=max(0.0, end - time.monotonic()))
@@ -136,6 +142,8 @@ def last_words(run: Trainers, index: int, within: float) -> Iterator[Told]:
             if told["event"] == "end":
                 return
             yield told
+            if told["event"] in ("failed", "committed") and told["step"] == step:
+                end = time.monotonic() + MOMENT
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,6 @@ from .settings import Name, Settings
 from .telling import Run, say
 
 VICTIM = 1  # The process that is killed.
-FAREWELL = 60.0  # Seconds that the other one has to say what it makes of it: twice what it takes.
 
 
 def run(
@@ -200,7 +199,7 @@ def _kill(console: Console, plan: Plan, run: Run) -> Killed | None:
             say(console, f"  process 0 waits for the part of process {VICTIM}; chapter 3 begins meanwhile, unseen")
             start = _copy_newest(plan)
             moved = plan.running.enter_context(plan.trainers(plan.moved, "other", again=plan.restored))
-            said = telling.last_words(console, two, 0, FAREWELL, cut.step)
+            said = telling.last_words(console, two, 0, cut.step)
         if cut.step not in ckpt_jax.steps(plan.killed):
             return Killed(cut, said, start, moved)
         say(console, f"  step {cut.step} was committed all the same; on from there, for another try")

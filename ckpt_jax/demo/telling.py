@@ -82,18 +82,21 @@ def shown(console: Console, trainers: Trainers, run: Run, last: int) -> Iterator
             yield told
 
 
-def last_words(console: Console, trainers: Trainers, index: int, within: float, step: int) -> str:
+def last_words(console: Console, trainers: Trainers, index: int, step: int) -> str:
     """Shows what a process says once another one is dead; returns what it says of that step's save."""
-    said = "nothing"
+    said, ended = "nothing", False
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         bar.add_task(f"  process {index} waits for the other one", total=None)
-        for told in children.last_words(trainers, index, within):
+        for told in children.last_words(trainers, index, step):
             match told:
                 case {"event": "failed" | "committed", "step": at, "text": text} if at == step:
                     said = text
                     say(console, f"  process {index}: {text.partition(chr(10))[0].rstrip(':')}")
                 case {"event": "stopped", "why": why}:
+                    ended = True
                     say(console, f"  process {index}: ended by {why}")
+    if not ended:
+        say(console, f"  process {index}: hangs in its training step, and is ended")
     return said
 
 
