@@ -110,8 +110,9 @@ class Group:
             self.publish(f"parted/{self.index}", "")
             return
         try:
+            patience = min(FAREWELL, self.timeout)
             for process in range(1, self.count):
-                self.client.blocking_key_value_get(f"{self.tag}/parted/{process}", int(FAREWELL * 1000))
+                self.client.blocking_key_value_get(f"{self.tag}/parted/{process}", int(patience * 1000))
         except Exception:  # noqa: BLE001  Someone died or is late: the next one that all leave takes these along.
             _late.append(self.tag)
             return

@@ -342,11 +342,12 @@ def demo(
     root: Annotated[
         str | None, typer.Option(help="Where its checkpoints go; by default a new temporary folder.")
     ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A smaller model, and fewer steps.")] = False,
 ) -> None:
-    """Trains a small GPT, kills it in the middle of a save, and resumes it on another mesh."""
+    """Trains a small GPT in two processes, kills one in the middle of a save, and resumes."""
     from . import demo as story
 
-    raise typer.Exit(story.run(root))
+    raise typer.Exit(story.run(root, quick=quick))
 
 
 # --- printing ---------------------------------------------------------------------------------------------------------

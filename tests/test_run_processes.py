@@ -331,6 +331,22 @@ def test_what_a_failure_of_process_0_does_to_the_others_names_its_cause(tmp_path
     assert not list(tmp_path.glob("1*"))
 
 
+def test_process_0_bids_farewell_no_longer_than_the_timeout():
+    """What befell a save is told after the farewell: a dead process must not delay it beyond what was asked for."""
+    from ckpt_jax import _processes
+
+    class Service:
+        def blocking_key_value_get(self, key, patience):
+            asked.append(patience)
+            raise TimeoutError
+
+    asked = []
+    for timeout in (2.0, 600.0):
+        _processes.Group(0, 2, Service(), "ckpt_jax/test", timeout).part()
+    _processes._late.clear()
+    assert asked == [2000, 10000]
+
+
 def test_minutes_are_agreed_on_ahead(tmp_path):
     """Process 0 looks at the clock; both save the same step, though one is ahead of the other."""
     out = fine(

@@ -1,4 +1,4 @@
-"""The demo's settings, as `configs/demo/tiny_gpt.toml` has them."""
+"""The demo's settings, as `configs/demo/tiny_gpt.toml` and `quick.toml` have them."""
 
 import math
 import tomllib
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 _PACKAGE = Path(__file__).parent.parent
-Side = Literal["before", "after"]  # The run that is killed, and the one that goes on.
+Name = Literal["usual", "other"]  # The mesh that the run is at home on, and the one that it is moved to.
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,8 @@ class Train:
     weight_decay: float
     clip: float
     save_every: int
+    keep: int
+    timeout: float
     kill_at: int
     seed: int
 
@@ -37,6 +39,7 @@ class Train:
 class Mesh:
     shape: tuple[int, int]
     axes: tuple[str, str]
+    processes: int
 
     @property
     def devices(self) -> int:
@@ -51,18 +54,19 @@ class Mesh:
 class Settings:
     model: Model
     train: Train
-    mesh: dict[Side, Mesh]
+    mesh: dict[Name, Mesh]
 
 
-def where() -> Path:
-    """The settings file: the repository's, or in an installed package the copy that came with it."""
+def where(name: str = "tiny_gpt") -> Path:
+    """A settings file: the repository's, or in an installed package the copy that came with it."""
     ours, packaged = _PACKAGE.parent / "configs", _PACKAGE / "_configs"
-    return (ours if (ours / "demo").is_dir() else packaged) / "demo" / "tiny_gpt.toml"
+    return (ours if (ours / "demo").is_dir() else packaged) / "demo" / f"{name}.toml"
 
 
 def load(path: Path) -> Settings:
     tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    meshes: dict[Side, Mesh] = {
-        side: Mesh(tuple(table["shape"]), tuple(table["axes"])) for side, table in tables["mesh"].items()
+    meshes: dict[Name, Mesh] = {
+        name: Mesh(tuple(table["shape"]), tuple(table["axes"]), table["processes"])
+        for name, table in tables["mesh"].items()
     }
     return Settings(Model(**tables["model"]), Train(**tables["train"]), meshes)

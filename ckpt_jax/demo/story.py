@@ -1,62 +1,66 @@
-"""The story: a run is killed in the middle of a save, and another one, on other devices, takes over."""
+"""The story: a run of two processes loses one in the middle of a save, and goes on, here and on other devices."""
 
 import importlib.util
 import os
-import shlex
+import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
-from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress
 
 import ckpt_jax
 
 from .._values import human
-from . import checks, children, settings
-from .checks import Check, Step
-from .settings import Settings
+from . import checks, children, settings, telling
+from .checks import Check
+from .children import Cut, Trainers
+from .settings import Name, Settings
+from .telling import Run, say
 
-TRIES = 5  # Saves that may be faster than the signal, one after the other, before the demo gives up.
-EVERY = 4  # Where no terminal shows a bar that moves, every fourth step is a line.
-ROWS = 10  # Of the table of losses.
+VICTIM = 1  # The process that is killed.
 
 
 def run(
-    root: str | None = None, *, console: Console | None = None, config: str | os.PathLike[str] | None = None
+    root: str | None = None,
+    *,
+    console: Console | None = None,
+    config: str | os.PathLike[str] | None = None,
+    quick: bool = False,
 ) -> int:
-    """Trains, kills, restores, compares, and tells what it saw.
+    """Trains, kills, resumes, compares, and tells what it saw.
 
     Args:
         root: a new or empty folder for all that the demo writes; None makes one below the system's temporary folder.
         console: where to tell it.
         config: other settings than `configs/demo/tiny_gpt.toml`.
+        quick: those of `configs/demo/quick.toml`.
 
     Returns:
         0 if all that was promised held, 1 if something did not, 2 if the demo could not begin.
     """
     console = console or Console()
     if missing := [name for name in ("flax", "optax", "grain") if importlib.util.find_spec(name) is None]:
-        _say(console, f'the demo needs {" and ".join(missing)}: pip install "ckpt_jax[demo]"')
+        say(console, f'the demo needs {" and ".join(missing)}: pip install "ckpt_jax[demo]"')
         return 2
     try:
         folder = _fresh(root)
     except OSError as error:
-        _say(console, f"the demo needs a new or empty folder to write in: {error}")
+        say(console, f"the demo needs a new or empty folder to write in: {error}")
         return 2
     began = time.perf_counter()
-    path = Path(config) if config else settings.where()
+    path = Path(config) if config else settings.where("quick" if quick else "tiny_gpt")
     try:
-        held = _tell(console, Plan(settings.load(path), path, folder))
-    except (children.Ended, ckpt_jax.CheckpointError) as error:
-        _say(console, f"\nFAILED: {error}")
-        return 1
-    verdict = "all of this held" if held else "FAILED: not all of this held"
-    _say(console, f"\n{verdict} ({time.perf_counter() - began:.0f} s in all)")
+        with ExitStack() as running:
+            held = _tell(console, Plan(settings.load(path), path, folder, running))
+    except (children.Ended, ckpt_jax.CheckpointError, FileNotFoundError) as error:
+        say(console, f"FAILED: {error}")
+        held = False
+    verdict = "all of this held" if held else "NOT all of this held"
+    say(console, f"\n{verdict} ({time.perf_counter() - began:.0f} s in all)")
     return 0 if held else 1
 
 
@@ -72,177 +76,157 @@ def _fresh(root: str | None) -> Path:
     return folder
 
 
-def _say(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is to happen, and where."""
+    """What is to happen, and where.
+
+    Attributes:
+        running: ends the trainers that outlast their chapter.
+    """
 
     settings: Settings
     config: Path
     folder: Path
+    running: ExitStack
 
     @property
-    def before(self) -> Path:
-        """The root of the run that is killed."""
+    def undisturbed(self) -> Path:
+        return self.folder / "undisturbed"
+
+    @property
+    def killed(self) -> Path:
+        """The root of the run that is killed, and goes on."""
         return self.folder / "killed"
 
     @property
-    def after(self) -> Path:
-        """The root of the run that takes over: another one, so that what the kill left stays to be looked at."""
-        return self.folder / "resumed"
+    def left(self) -> Path:
+        """Where a copy of the newest checkpoint that the kill left stays, as runs delete their old ones."""
+        return self.folder / "left"
 
     @property
-    def log(self) -> Path:
-        return self.folder / "trainers.log"
+    def moved(self) -> Path:
+        """The root of the run that goes on with the killed one's checkpoint, on the other mesh."""
+        return self.folder / "moved"
 
+    @property
+    def restored(self) -> Path:
+        """Where that one saves what it restored, as it is."""
+        return self.folder / "restored"
 
-@dataclass(slots=True)
-class Run:
-    """What was heard of a run.
-
-    Attributes:
-        step: the step whose save was cut short, or the one that it took over from.
-        attempt: what the save that was cut short left behind.
-        steps: each training step.
-        saves: how long each save took.
-        restore: how long the restore took.
-    """
-
-    step: int = 0
-    attempt: Path | None = None
-    steps: dict[int, Step] = field(default_factory=dict)
-    saves: list[float] = field(default_factory=list)
-    restore: float = 0.0
+    def trainers(
+        self, root: Path, on: Name, *, timeout: float | None = None, again: Path | None = None
+    ) -> AbstractContextManager[Trainers]:
+        """A run in that root, on that mesh."""
+        mesh, logs = self.settings.mesh[on], self.folder / "logs"
+        return children.trainers(self.config, root, mesh, on, logs=logs, timeout=timeout, again=again)
 
 
 def _tell(console: Console, plan: Plan) -> bool:
     """The four chapters; whether every check in them held."""
     train, mesh = plan.settings.train, plan.settings.mesh
-    _say(console, f"settings  {plan.config}")
-    _say(console, f"folder    {plan.folder}")
+    last = str(train.steps)
+    say(console, f"settings  {plan.config}")
+    say(console, f"folder    {plan.folder}")
 
-    _say(console, f"\n1. Train on {mesh['before']}, saving every {train.save_every} steps")
-    one = _train_and_kill(console, plan)
+    say(console, f"\n1. Two processes train on {mesh['usual']}, saving every {train.save_every} steps")
+    with plan.trainers(plan.undisturbed, "usual") as two:
+        whole = telling.follow(console, two, train.steps, begin=True)
+    held = _report(console, [checks.whole(plan.undisturbed / last)])
 
-    _say(console, f"\n2. Killed by SIGKILL in the middle of saving step {one.step}: what is there now?")
-    if one.attempt is None:
+    say(console, f"\n2. The same again, but process {VICTIM} gets SIGKILL in the middle of a save")
+    killed = Run()
+    found = _kill(console, plan, killed)
+    if found is None:
         return _report(
-            console, [Check(False, "it was in the middle of a save", f"{TRIES} saves were faster than the signal")]
+            console, [Check(False, "it was in the middle of a save", "every save was faster than the signal")]
         )
-    held = _report(console, checks.killed(plan.before, one.step, one.attempt))
+    held &= _report(console, checks.killed(plan.killed, found.cut, found.said))
+    held &= _report(console, checks.same_losses(whole.steps, killed.steps))
 
-    _say(console, f"\n3. A new process restores it on {mesh['after']}, saves what it got, and goes on")
-    two = _take_over(console, plan, last=max(train.steps, one.step))
+    say(console, f"\n3. One process goes on with a copy of step {found.start}, on {mesh['other']}")
+    moved = telling.follow(console, found.moved, train.steps)
+    left, restored = plan.left / str(found.start), plan.restored / str(found.start)
+    held &= _report(console, checks.same_state(left, restored, mesh["other"]))
+    held &= _report(console, checks.same_run(whole.steps, moved.steps))
 
-    _say(console, "\n4. Is it the same run?")
-    saved, resaved = plan.before / str(two.step), plan.after / str(two.step)
-    held &= _report(console, checks.same_state(saved, resaved, mesh["after"]))
-    held &= _report(console, checks.same_run(one.steps, two.steps))
-    _compare(console, one.steps, two.steps)
-    _sizes(console, plan, saved, one, two)
-    _next(console, plan, saved, resaved)
+    say(console, f"\n4. Two processes go on in the killed run's own folder, on {mesh['usual']}")
+    with plan.trainers(plan.killed, "usual") as two:
+        resumed = telling.follow(console, two, train.steps)
+    held &= _report(console, checks.same_losses(whole.steps, resumed.steps))
+    held &= _report(console, checks.same_checkpoint(plan.undisturbed / last, plan.killed / last))
+
+    telling.compare(console, whole.steps, resumed.steps, moved.steps)
+    telling.sizes(console, plan.folder, plan.killed / last, [whole, killed, resumed], moved)
+    telling.what_next(console, plan.undisturbed / last, plan.killed / last, left, restored)
     return held
 
 
-def _report(console: Console, found: list[Check]) -> bool:
+def _report(console: Console, found: Iterable[Check]) -> bool:
+    found = list(found)
     for each in found:
-        _say(console, f"  {'ok    ' if each.holds else 'FAILED'}  {each.claim}: {each.found}")
+        say(console, f"  {'ok    ' if each.holds else 'FAILED'}  {each.claim}: {each.found}")
     return all(each.holds for each in found)
 
 
-# --- the two runs -----------------------------------------------------------------------------------------------------
+# --- the kill ---------------------------------------------------------------------------------------------------------
 
 
-def _train_and_kill(console: Console, plan: Plan) -> Run:
-    """Trains until it is killed in the middle of a save; after a save that was faster, it goes on, for one more try."""
-    train, devices = plan.settings.train, plan.settings.mesh["before"].devices
-    last = train.kill_at + TRIES * train.save_every
-    run, whole = Run(step=train.kill_at), 0
-    for _ in range(TRIES):
-        with children.trainer(
-            plan.config, plan.before, start=plan.before, side="before", devices=devices, until=last, log=plan.log
-        ) as child:
-            for event in _shown(console, children.events(child, plan.log), run, last=run.step):
-                if event["event"] == "ready" and not run.steps:
-                    size, text = f"{event['parameters']:,} parameters", f"{human(event['text'])} of text"
-                    _say(console, f"  {size}; {text}, this Python's {event['files']} modules")
-                if event["event"] == "saved":
-                    whole = event["bytes"]
-                if event["event"] == "saving" and event["step"] >= train.kill_at:
-                    run.step = event["step"]
-                    run.attempt = children.kill_in_save(child, plan.before, run.step, over=whole // 2, log=plan.log)
-                    break
-        if run.attempt is not None:
-            break
-        _say(console, f"  step {run.step} was committed before the signal came; on from there, for another try")
-    return run
+@dataclass(frozen=True, slots=True)
+class Killed:
+    """What came of the kill.
+
+    Attributes:
+        cut: the save that was cut short.
+        said: what process 0 says about it.
+        start: the step that was the newest.
+        moved: the trainer that goes on with a copy of it.
+    """
+
+    cut: Cut
+    said: str
+    start: int
+    moved: Trainers
 
 
-def _take_over(console: Console, plan: Plan, *, last: int) -> Run:
-    """Trains on from the newest step of the run that was killed."""
-    run, devices = Run(), plan.settings.mesh["after"].devices
-    with children.trainer(
-        plan.config, plan.after, start=plan.before, side="after", devices=devices, until=last, log=plan.log
-    ) as child:
-        for event in _shown(console, children.events(child, plan.log), run, last=last):
-            if event["event"] == "restored":
-                run.step, run.restore = event["step"], event["seconds"]
-    return run
+def _kill(console: Console, plan: Plan, run: Run) -> Killed | None:
+    """Trains until one of two is killed in the middle of a save; None if no save was slow enough for that."""
+    train = plan.settings.train
+    while train.steps not in (ckpt_jax.steps(plan.killed) if plan.killed.exists() else []):
+        with plan.trainers(plan.killed, "usual", timeout=train.timeout) as two:
+            cut = _in_save(console, plan, two, run)
+            if cut is None:
+                continue
+            say(console, f"  process 0 waits for the part of process {VICTIM}; chapter 3 begins meanwhile, unseen")
+            start = _copy_newest(plan)
+            moved = plan.running.enter_context(plan.trainers(plan.moved, "other", again=plan.restored))
+            said = telling.last_words(console, two, 0, cut.step)
+        if cut.step not in ckpt_jax.steps(plan.killed):
+            return Killed(cut, said, start, moved)
+        say(console, f"  step {cut.step} was committed all the same; on from there, for another try")
+        plan.running.close()
+        for place in (plan.left, plan.moved, plan.restored):
+            shutil.rmtree(place, ignore_errors=True)
+    return None
 
 
-def _shown(console: Console, events: Iterator[dict[str, Any]], run: Run, *, last: int) -> Iterator[dict[str, Any]]:
-    """Passes on what a trainer tells, writes it down, and shows it: a bar on a terminal, lines elsewhere."""
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("  JAX starts", total=None)
-        for event in events:
-            match event:
-                case {"event": "ready"}:
-                    bar.update(task, description="  the training step is compiled")
-                case {"event": "restored", "step": step, "seconds": seconds}:
-                    _say(console, f"  step {step}: restored in {seconds:.2f} s")
-                case {"event": "step", "step": step, "loss": loss, "positions": positions, "seconds": seconds}:
-                    run.steps[step] = Step(loss, tuple(positions), seconds)
-                    bar.update(task, total=last, completed=step, description=f"  step {step}: loss {loss:.2f}")
-                    if not console.is_terminal and step % EVERY == 0:
-                        _say(console, f"  step {step}: loss {loss:.2f}")
-                case {"event": "saved", "step": step, "bytes": size, "seconds": seconds}:
-                    run.saves.append(seconds)
-                    _say(console, f"  step {step}: saved, {human(size)} in {seconds:.2f} s")
-            yield event
+def _in_save(console: Console, plan: Plan, two: Trainers, run: Run) -> Cut | None:
+    """Follows two trainers up to the kill."""
+    train = plan.settings.train
+    for told in telling.shown(console, two, run, train.steps):
+        if told["event"] == "snapshot" and told["step"] >= train.kill_at and told["process"] == VICTIM:
+            cut = children.kill_in_save(two, VICTIM, plan.killed, told["step"])
+            if cut is not None:
+                say(
+                    console,
+                    f"  step {cut.step}: SIGKILL to process {VICTIM}, with {human(cut.bytes)} written of {cut.attempt}",
+                )
+                return cut
+            say(console, f"  step {told['step']} was saved before the signal came")
+    return None
 
 
-# --- what came of it --------------------------------------------------------------------------------------------------
-
-
-def _compare(console: Console, before: Mapping[int, Step], after: Mapping[int, Step]) -> None:
-    """The losses of both runs, side by side where they took the same steps."""
-    _say(console, "\n   step   loss before the kill   after the restore")
-    every = -(-len(after) // ROWS)
-    for step in sorted(after)[every - 1 :: every]:
-        killed = f"{before[step].loss:.4f}" if step in before else "-"
-        _say(console, f"  {step:>5}   {killed:>20}   {after[step].loss:>17.4f}")
-
-
-def _sizes(console: Console, plan: Plan, saved: Path, one: Run, two: Run) -> None:
-    opened = ckpt_jax.open(saved)
-    disk, everything = children.size(saved), children.size(plan.folder)
-    steps = [median(step.seconds for step in run.steps.values()) for run in (one, two)]
-    _say(
-        console, f"\nsizes     {human(opened.manifest.nbytes)} of state in {len(opened)} leaves; {human(disk)} on disk"
-    )
-    _say(console, f"times     save {median(one.saves + two.saves):.2f} s, restore {two.restore:.2f} s,")
-    _say(console, f"          a step {steps[0]:.2f} s before, {steps[1]:.2f} s after")
-    _say(console, f"folder    {plan.folder}, {human(everything)}; yours to delete")
-
-
-def _next(console: Console, plan: Plan, saved: Path, resaved: Path) -> None:
-    root, a, b = shlex.quote(str(plan.before)), shlex.quote(str(saved)), shlex.quote(str(resaved))
-    _say(console, "\nSee for yourself:")
-    _say(console, f"  ls {root}    # the name with -tmp- in it is what the kill left")
-    _say(console, f"  ckpt-jax ls {root}")
-    _say(console, f"  ckpt-jax show {a}")
-    _say(console, f"  ckpt-jax verify {a}")
-    _say(console, f"  ckpt-jax diff {a} {b}")
+def _copy_newest(plan: Plan) -> int:
+    newest = ckpt_jax.steps(plan.killed)[-1]
+    for place in (plan.left, plan.moved):
+        shutil.copytree(plan.killed / str(newest), place / str(newest))
+    return newest

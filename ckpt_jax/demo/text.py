@@ -27,20 +27,14 @@ def read(paths: Sequence[Path]) -> np.ndarray:
     return np.frombuffer(b"".join(path.read_bytes() for path in paths), np.uint8)
 
 
-def batches(text: np.ndarray, *, context: int, batch: int, seed: int) -> grain.DatasetIterator[dict[str, np.ndarray]]:
-    """Batches without end: every window of the text once, in random order, then again in another one.
+def windows(text: np.ndarray, *, context: int) -> grain.MapDataset[dict[str, Any]]:
+    """The text cut into samples, in order: `{"position": int, "tokens": uint8[context + 1]}`.
 
-    How far it has come is its `get_state()`, so it stands in a checkpoint as a leaf like any other.
-
-    Returns:
-        An iterator over `{"position": int[batch], "tokens": uint8[batch, context + 1]}`; a position is the sample's
-        first byte in the text, and the last token is there to be predicted.
+    A position is the sample's first byte in the text; the last token is there to be predicted.
     """
 
     def window(number: int) -> dict[str, Any]:
         start = number * context
         return {"position": start, "tokens": text[start : start + context + 1]}
 
-    count = (len(text) - 1) // context
-    windows = grain.MapDataset.range(count).shuffle(seed=seed).map(window)
-    return iter(windows.repeat().batch(batch).to_iter_dataset())
+    return grain.MapDataset.range((len(text) - 1) // context).map(window)
