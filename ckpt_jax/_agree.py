@@ -2,10 +2,11 @@
 
 import contextlib
 import threading
+from collections.abc import Callable
 from typing import Any
 
 POLL = 0.5  # Seconds between a thread's looks for a call.
-ANSWER = 60.0  # Seconds within which every process's thread must say where it is.
+ANSWER = 10.0  # Seconds within which every process's thread must say where it is; training is held for so long.
 
 
 class Meeting:
@@ -16,8 +17,10 @@ class Meeting:
     Training is held for as long as a few messages take; no process waits for another's training.
     """
 
-    def __init__(self, client: Any, index: int, count: int, tag: str):
+    def __init__(self, client: Any, index: int, count: int, tag: str, tell: Callable[[str], None]):
+        """`tell` hears, in words, of what could not be agreed on."""
         self._client, self._index, self._count, self._tag = client, index, count, tag
+        self._tell = tell
         self._lock = threading.Lock()
         self._step = -1
         self._wanted: set[str] = set()  # What this process called for, and has not been agreed on.
@@ -44,6 +47,12 @@ class Meeting:
             self._agreed -= due
             return {reason for reason, _ in due}
 
+    def back_to(self, step: int) -> None:
+        """The run goes on from an earlier step: what was agreed on for a later one comes at the next."""
+        with self._lock:
+            self._step = step
+            self._agreed = {(reason, min(at, step + 1)) for reason, at in self._agreed}
+
     def close(self) -> None:
         """Ends the thread: one that is still in the service when Python ends brings the process down."""
         self._closed.set()
@@ -64,9 +73,13 @@ class Meeting:
                 if "NOT_FOUND" in str(error):
                     continue
                 return  # The service is gone, and the run with it.
-            with self._lock, contextlib.suppress(Exception):
-                self._meet(reason)
-                self._wanted.discard(reason)
+            try:
+                with self._lock:
+                    self._wanted.discard(reason)  # Also if nothing comes of it: no second try holds training again.
+                    self._meet(reason)
+            except Exception as error:  # noqa: BLE001  Somebody did not answer, or the service is gone.
+                why = str(error).partition("\n")[0][:200]
+                self._tell(f"the processes could not agree on a step to {reason} at: {why}")
             self._number += 1
 
     def _meet(self, reason: str) -> None:

@@ -296,6 +296,7 @@ def join(target: Folder, nonce: str, state: str) -> Attempt:
 def commit(attempt: Attempt, manifest: Manifest) -> None:
     """Makes the attempt the checkpoint: from here on it exists."""
     data = _manifest.dumps(manifest)
+    _manifest.loads(data, attempt.target.url)  # Before it counts: what could not be read would be lost.
     if attempt.target.local:
         attempt.folder.write(_manifest.NAME, data)
         attempt.folder.sync()

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import queue
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -75,8 +76,11 @@ class Log:
             return
         try:
             self._callback(event)
-        except Exception as error:  # noqa: BLE001  It may run in the writer's thread, which has checkpoints to write.
-            warnings.warn(f"on_event failed at {event}: {type(error).__name__}: {error}", stacklevel=2)
+        except BaseException as error:
+            if not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
+                raise  # Ctrl-C; elsewhere there is a thread to be kept alive, which has checkpoints to write.
+            with contextlib.suppress(Warning):  # Where warnings are errors.
+                warnings.warn(f"on_event failed at {event}: {type(error).__name__}: {error}", stacklevel=2)
 
     def flush(self) -> None:
         """Writes what was noted."""

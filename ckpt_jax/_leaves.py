@@ -21,7 +21,7 @@ _NUMPY_TEXT = {"str_": np.str_, "bytes_": np.bytes_}
 _KINDS = "biufcV"  # NumPy's kinds of numbers; V are ml_dtypes' ones, and structured ones, which _dtype_name refuses.
 # Of another size on each platform; and JAX's "no gradient".
 _UNPORTABLE = (np.longdouble, np.clongdouble, jax.dtypes.float0.type)
-_ADDRESS = re.compile(r"\b0x[0-9a-f]{6,16}\b")
+_ADDRESS = re.compile(r"\bat (0x[0-9a-f]{6,16})\b")  # As in "<function f at 0x7f3a5c0d2e80>".
 
 
 class Encoded(msgspec.Struct, gc=False):
@@ -209,16 +209,20 @@ def set_state(value: Any, state: Any) -> None:
 
 def _encode_live(value: Any) -> Leaf:
     try:
-        state = _values.pack(get_state(value))
-    except TypeError as error:
+        found = get_state(value)
+    except Exception as error:
+        raise _Refused(f"a {type_name(value)} that cannot say its state: {type(error).__name__}: {error}") from error
+    try:
+        state = _values.pack(found)
+    except (TypeError, ValueError) as error:
         raise _Refused(f"a {type_name(value)} whose state is not plain data: {error}") from error
     except RecursionError as error:
         raise _Refused(f"a {type_name(value)} whose state holds itself") from error
     if _values.too_deep(state):
         raise _Refused(f"a {type_name(value)} whose state is nested too deep")
-    if found := _ADDRESS.search(str(state)):
+    if address := _ADDRESS.search(str(state)):
         raise _Refused(
-            f"a {type_name(value)} whose state holds an object's address ({found[0]}), which no other process can match"
+            f"a {type_name(value)} whose state holds an object's address ({address[1]}), which differs by process"
         )
     scope = "global" if getattr(value, "global_state", False) else "processes"
     return Leaf("live", type=type_name(value), value={scope: state if scope == "global" else [state]})

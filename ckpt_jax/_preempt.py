@@ -1,6 +1,7 @@
 """Preemption: the notice that this machine will be taken away."""
 
 import contextlib
+import os
 import signal
 import threading
 import time
@@ -20,17 +21,20 @@ class Notice:
     def __init__(self) -> None:
         self.at: float | None = None  # When it came, by the monotonic clock.
         self._before: Any = None
-        self._installed = False
+        self._pid, self._closed = os.getpid(), False
         self.service = _processes.preemption_service()
         if not self.service and threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGTERM, self._note)
-            self._installed = True
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.at is None:
+        ours = not self._closed and os.getpid() == self._pid
+        if ours and self.at is None:
             self.at = time.monotonic()
         if callable(self._before):
             self._before(number, frame)
+        elif not ours and self._before != signal.SIG_IGN:  # A forked child, or a program that is past its run.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def reached(self, step: int) -> bool:
         """Whether JAX's service says that all processes stop after this step; every process asks at every step."""
@@ -45,7 +49,7 @@ class Notice:
 
     def close(self) -> None:
         """Gives the signal back to whoever had it."""
-        if self._installed and signal.getsignal(signal.SIGTERM) == self._note:
+        self._closed = True
+        if signal.getsignal(signal.SIGTERM) == self._note:  # Else a later one has it, and comes here when it is called.
             with contextlib.suppress(ValueError, TypeError):  # Not the main thread; or C code's handler.
                 signal.signal(signal.SIGTERM, self._before)
-        self._installed = False

@@ -1,7 +1,7 @@
 """Which of the run's processes this one is, and small messages between them."""
 
+import collections
 import contextlib
-import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from .errors import CheckpointError, Fault, Unsupported
 TIMEOUT = 600.0  # Seconds for which one process waits for another before it reports it.
 FAREWELL = 10.0  # Seconds for which process 0 waits until all have read what became of a save.
 
-_calls = itertools.count()  # Every process saves the same checkpoints in the same order: this numbers them.
+_calls: collections.Counter[str] = collections.Counter()  # How often this process had a group of each name.
 _late: list[str] = []  # Whose messages still stand in the service, because not all had left in time.
 
 
@@ -140,8 +140,10 @@ def here() -> tuple[int, int]:
     return jax.process_index(), jax.process_count()
 
 
-def group(timeout: float = TIMEOUT) -> Group:
-    """The group for one save; all processes ask for theirs in the same order.
+def group(name: str, timeout: float = TIMEOUT) -> Group:
+    """The group for one thing that all processes do, such as the save of one step.
+
+    By its name and not by a count of all: a process that leaves one out is missed there, and is back at the next.
 
     Raises:
         Unsupported: there are several processes and no service through which they could agree.
@@ -155,7 +157,9 @@ def group(timeout: float = TIMEOUT) -> Group:
             f"{count} processes cannot agree on a checkpoint without JAX's coordination service",
             hint="call jax.distributed.initialize() first",
         )
-    return Group(index, count, client, f"ckpt_jax/{next(_calls)}", timeout)
+    number = _calls[name]
+    _calls[name] += 1
+    return Group(index, count, client, f"ckpt_jax/{number}/{name}", timeout)
 
 
 def client() -> Any:

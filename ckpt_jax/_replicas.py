@@ -82,7 +82,7 @@ def _odd(name: str, box: str, prints: dict[str, str]) -> list[Fault]:
 
 
 def _others(found: dict[str, Any]) -> list[dict[str, Any]]:
-    group = _processes.group()
+    group = _processes.group("replicas")
     if group.count == 1:
         return []
     try:

@@ -30,7 +30,7 @@ def resume(root: _storage.Folder, like: Any, group: _processes.Group, log: Log) 
         if all(verdict == "ok" for verdict in verdicts):
             assert found is not None
             manifest, finish = found
-            return finish(), manifest
+            return _finished(finish, group, turn), manifest
         _raise_what_is_no_damage(error, verdicts)
         _pass_over(place, verdicts, group, log)
         refused.add(int(place.name))
@@ -83,6 +83,19 @@ def _read(
         return None, error
 
 
+def _finished(finish: Callable[[], Any], group: _processes.Group, turn: int) -> Any:
+    """The state, once every process has it: an iterator may refuse its state in one of them."""
+    state, error = None, None
+    try:
+        state = finish()
+    except (CheckpointError, OSError) as failure:
+        error = failure
+    verdict = "ok" if error is None else f"failed: {_why(error)}"
+    verdicts = _exchange(group, turn, verdict, phase="take the state")
+    _raise_what_is_no_damage(error, verdicts)
+    return state
+
+
 def _kind(error: Exception) -> str:
     return "corrupt" if isinstance(error, Corrupt) else "gone" if isinstance(error, NotFound) else "failed"
 
@@ -93,14 +106,14 @@ def _why(error: Exception) -> str:
     return "; ".join(map(str, faults)) or (error.summary if isinstance(error, CheckpointError) else str(error))
 
 
-def _exchange(group: _processes.Group, turn: int, verdict: str) -> list[str]:
+def _exchange(group: _processes.Group, turn: int, verdict: str, phase: str = "read the checkpoint") -> list[str]:
     """What every process says of the proposal, as all hear it."""
     if group.count == 1:
         return [verdict]
-    group.publish(f"verdict/{turn}/{group.index}", verdict)
+    key = f"{phase.replace(' ', '_')}/{turn}"
+    group.publish(f"{key}/{group.index}", verdict)
     return [
-        verdict if i == group.index else group.wait(f"verdict/{turn}/{i}", process=i, phase="read the checkpoint")
-        for i in range(group.count)
+        verdict if i == group.index else group.wait(f"{key}/{i}", process=i, phase=phase) for i in range(group.count)
     ]
 
 

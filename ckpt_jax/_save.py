@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jax
+import jax.core
 import msgspec
 import numpy as np
 import xxhash
@@ -71,7 +72,7 @@ def save(
     target = _storage.folder(path)
     if not isinstance(overwrite, bool):
         raise TypeError(f"overwrite is True or False, not {overwrite!r}")
-    group = _processes.group()
+    group = _processes.group(f"save/{target.name}")
     try:
         manifest, snapshot = prepare(target, tree, group, step=step, metadata=metadata)
     except BaseException as error:
@@ -110,8 +111,8 @@ def prepare(
         tree=flat.structure,
         leaves=snapshot.leaves,
         shardings=snapshot.shardings,
-        metrics=_packed("metrics", metrics or {}),
-        milestone=milestone,
+        metrics=_metrics(metrics),
+        milestone=_milestone(milestone),
         metadata=packed,
     )
     manifest.seconds["snapshot"] = time.perf_counter() - started
@@ -149,6 +150,27 @@ def as_step(step: Any) -> int:
     if step < 0 or step >= 10**18:
         raise ValueError(f"step is between 0 and 10^18, not {step}")
     return int(step)
+
+
+def _metrics(metrics: Any) -> dict[str, Any]:
+    """Metrics by name; arrays of one number stay what they are, so that training does not wait for them."""
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise TypeError(f"metrics is a dict, not {type(metrics).__name__}")
+    arrays = {k: v for k, v in (metrics or {}).items() if isinstance(v, (jax.Array, np.ndarray, np.generic))}
+    for name, value in arrays.items():
+        if value.shape or _leaves.is_key_dtype(value.dtype):
+            raise TypeError(f"the metric {name!r} is a number, not {value.dtype}{list(value.shape)}")
+        if isinstance(value, jax.core.Tracer):
+            raise TypeError(f"the metric {name!r} is a traced value: call save outside of jit, grad and vmap")
+    plain = {k: v for k, v in (metrics or {}).items() if k not in arrays}
+    _packed("metrics", plain)
+    return plain | arrays
+
+
+def _milestone(milestone: Any) -> bool:
+    if not isinstance(milestone, (bool, np.bool_)):
+        raise TypeError(f"milestone is True or False, not {milestone!r}")
+    return bool(milestone)
 
 
 def _packed(what: str, value: Any) -> Any:
@@ -198,6 +220,8 @@ def write(
 ) -> Manifest:
     """Writes a snapshot and commits it, together with the run's other processes. Touches no device."""
     try:
+        numbers = {k: v.item() if hasattr(v, "dtype") else v for k, v in manifest.metrics.items()}
+        manifest.metrics = _packed("metrics", numbers)
         if group.index != 0:
             return _follow(target, manifest, snapshot, group, terms)
         return _lead(target, manifest, snapshot, group, terms)

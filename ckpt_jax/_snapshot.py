@@ -79,6 +79,8 @@ def take(encoded: dict[str, Encoded], process: int = 0, processes: int = 1, *, h
         leaf, array = item.leaf, item.array
         if leaf.kind == "live" and "global" not in leaf.value:
             snapshot.live[name] = leaf.value["processes"][0]
+        elif leaf.kind == "live" and processes > 1:
+            snapshot.shared[name] = xxhash.xxh3_128_hexdigest(msgspec.json.encode(leaf.value))
         if array is None:
             continue
         alone = processes > 1 and (isinstance(array, np.ndarray) or array.is_fully_addressable)

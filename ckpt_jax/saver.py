@@ -18,7 +18,7 @@ from ._events import Event, Log
 from ._health import Health
 from ._manifest import Manifest
 from ._retain import Keep
-from .errors import CheckpointError, Unhealthy
+from .errors import CheckpointError, Mismatch, Unhealthy
 
 Tree = TypeVar("Tree")
 _HEALTHY = Health()
@@ -127,6 +127,17 @@ class Saver:
         for name, value, kind in (("every", every, Every), ("keep", keep, Keep), ("health", health, Health)):
             if value is not None and not isinstance(value, kind):
                 raise TypeError(f"{name} is a ckpt_jax.{kind.__name__} or None, not {value!r}")
+        for name, value, least in (
+            ("grace", grace, 0.0),
+            ("timeout", timeout, 0.001),
+            ("max_failures", max_failures, 1),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int if name == "max_failures" else (int, float)):
+                raise TypeError(f"{name} is a number, not {value!r}")
+            if not least <= value <= 1e9:
+                raise ValueError(f"{name} is between {least:g} and 1e9, not {value!r}")
+        if on_event is not None and not callable(on_event):
+            raise TypeError(f"on_event is a function of an Event, not {on_event!r}")
         self._root = _storage.folder(root)
         self._every, self._keep, self._health = every, keep, health
         self._grace, self._max_failures, self._timeout, self._debug = grace, max_failures, timeout, debug
@@ -139,7 +150,7 @@ class Saver:
         self._told = False  # Whether the others have been told of it.
         agrees = (every is not None and every.minutes is not None) or not self._notice.service
         client = _processes.client() if agrees else None
-        self._meeting = _agree.Meeting(client, self._index, self._count, f"ckpt_jax/saver/{next(_numbers)}")
+        self._meeting = _agree.Meeting(client, self._index, self._count, f"ckpt_jax/saver/{next(_numbers)}", self._warn)
         self._failures: list[BaseException] = []
         self._saved: int | None = None  # The step that was committed last.
         self._last = time.monotonic()
@@ -152,7 +163,9 @@ class Saver:
         self._idle = threading.Event()
         self._idle.set()
         self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
         _open.add(self)
+        _at_the_end_of_a_worker()
         self._log.add("started")
 
     # --- the run ---
@@ -167,13 +180,17 @@ class Saver:
             Mismatch: `like` has another structure, shape or dtype.
         """
         self._check_open()
-        self._idle.wait()
+        self._wait_for_writer()
         started = time.perf_counter()
+        self._failures = []
         if self._index == 0:
             _commit.clear_all(self._root)
-        group = _processes.group(self._timeout)
+        group = _processes.group("resume", self._timeout)
         try:
             state, manifest = _resume.resume(self._root, like, group, self._log)
+        except Mismatch as error:
+            error.add_note("cast=, only=, on_missing= and on_extra= are options of ckpt_jax.restore")
+            raise
         finally:
             group.part()
         if manifest is None:
@@ -183,6 +200,7 @@ class Saver:
         seconds = {"read": time.perf_counter() - started}
         self._log.add("resumed", manifest.step, bytes=manifest.nbytes, seconds=seconds)
         _resume.check_counts(manifest, state, self._log)
+        self._meeting.back_to(manifest.step)
         self._resumed = _Resumed(manifest.step, _resume.positions(manifest, state, self._index))
         self._last = time.monotonic()
         return state, manifest.step
@@ -230,17 +248,30 @@ class Saver:
         metadata: Any = None,
         milestone: bool = False,
     ) -> None:
-        """Saves now, whatever `every` says; waits for the save under way first, but not for this one."""
+        """Saves now, whatever `every` says; waits for the save under way first, but not for this one.
+
+        After the notice of a preemption it saves as `step` would: if there is time.
+        """
         self._check_open()
         step = _save.as_step(step)
-        self._idle.wait()
-        self._start(step, state, metrics, metadata, milestone=milestone)
+        self._wait_for_writer()
+        if "stop" in self._agreed(step):
+            self._last_save(step, state, metrics, metadata, milestone=milestone)
+            return
+        # Another thread may have begun a save meanwhile; several processes have one thread each that saves.
+        while not self._start(step, state, metrics, metadata, milestone=milestone) and self._count == 1:
+            self._wait_for_writer()
 
     def wait(self) -> None:
         """Waits for the save under way; raises what befell it."""
-        self._idle.wait()
+        self._wait_for_writer()
         if self.last_error is not None:
             raise self.last_error
+
+    def _wait_for_writer(self) -> None:
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("on_event runs in the thread that writes: it cannot wait for a save, nor begin one")
+        self._idle.wait()
 
     def close(self) -> None:
         """Finishes the save under way.
@@ -250,7 +281,7 @@ class Saver:
         """
         if self._closed or os.getpid() != self._pid:  # A forked child has the object, but not the thread.
             return
-        self._idle.wait()
+        self._wait_for_writer()
         self._end()
         if self.last_error is not None:
             raise self.last_error
@@ -303,7 +334,7 @@ class Saver:
         end = (self._notice.at or time.monotonic()) + self._grace
         busy = not self._idle.wait(max(0.0, end - time.monotonic()))
         left = end - time.monotonic()
-        fits = not busy and (self._took is None or self._took < left)
+        fits = not busy and self._saved != step and (self._took is None or self._took < left)
         if self._count > 1:  # The answer must be the same everywhere.
             fits = self._all_say(fits)
         if fits:
@@ -312,6 +343,8 @@ class Saver:
             done = over and self._saved == step
             why = self.last_error if over else "it is still being written"
             message = "the last save is committed" if done else f"the last save did not succeed: {why}"
+        elif self._saved == step:
+            message = "this step is committed already"
         else:
             took = "another process has no time" if self._took is None else f"the last one took {self._took:.1f} s"
             why = "the save before is still being written" if busy else took
@@ -321,7 +354,7 @@ class Saver:
         return fits
 
     def _all_say(self, here: bool) -> bool:
-        group = _processes.group(self._timeout)
+        group = _processes.group("fits", self._timeout)
         try:
             group.publish(f"fits/{self._index}", "yes" if here else "no")
             phase = "say whether a last save fits"
@@ -334,9 +367,15 @@ class Saver:
     def _start(
         self, step: int, state: Any, metrics: dict[str, Any] | None, metadata: Any, *, milestone: bool = False
     ) -> bool:
-        """The part of a save that training waits for."""
+        """The part of a save that training waits for; False if it is declined."""
+        with self._starting:
+            return self._started(step, state, metrics, metadata, milestone=milestone)
+
+    def _started(
+        self, step: int, state: Any, metrics: dict[str, Any] | None, metadata: Any, *, milestone: bool
+    ) -> bool:
         started = time.perf_counter()
-        group = _processes.group(self._timeout)
+        group = _processes.group(f"save/{step}", self._timeout)
         self._last = time.monotonic()
         if not self._idle.is_set():
             self._decline(step, group)
@@ -366,13 +405,19 @@ class Saver:
                 "written", step, bytes=size, seconds={"write": manifest.seconds["write"]}
             ),
         )
-        self._idle.clear()
         if self._thread is None:  # One for the Saver's whole life: each new one leaves its malloc arena behind.
             self._thread = threading.Thread(target=self._write_all, name="ckpt_jax writer", daemon=True)
             self._thread.start()
         blocked = time.perf_counter() - started
-        self._log.note("snapshot", step, seconds={"blocked": blocked})
-        self._work.put(_Job(step, manifest, snapshot, group, terms, blocked))
+        try:
+            self._idle.clear()
+            self._log.note("snapshot", step, seconds={"blocked": blocked})
+            self._work.put(_Job(step, manifest, snapshot, group, terms, blocked))
+        except BaseException as error:  # Ctrl-C while `on_event` ran.
+            self._idle.set()
+            _save.abstain(group, f"failed: {error!r}")
+            group.part()
+            raise
         return True
 
     def _warn_of_stalled(self, step: int, manifest: Manifest) -> None:
@@ -400,6 +445,8 @@ class Saver:
         while (job := self._work.get()) is not None:
             try:
                 self._write(job)
+            except BaseException as error:  # noqa: BLE001  Such as a service that is gone. The thread has more to write.
+                self.last_error = error
             finally:
                 del job  # And with it the snapshot's memory.
                 self._idle.set()
@@ -448,6 +495,9 @@ class Saver:
         for step in gone:
             self._log.add("pruned", step)
 
+    def _warn(self, message: str) -> None:
+        self._log.note("warning", message=message)
+
     def _check_open(self) -> None:
         if self._closed:
             raise ValueError("this Saver is closed")
@@ -471,6 +521,15 @@ def open_savers() -> list[Saver]:
 
 
 _open: set[Saver] = set()  # Those that were not closed yet: one that is dropped still has its save to finish.
+
+
+def _at_the_end_of_a_worker() -> None:
+    """A worker of `multiprocessing` that was forked ends without `atexit`, but runs what it is given this way."""
+    module = sys.modules.get("multiprocessing.process")
+    if module is not None and module.parent_process() is not None:
+        from multiprocessing.util import Finalize
+
+        Finalize(None, _finish_all, exitpriority=0)
 
 
 @atexit.register

@@ -368,7 +368,7 @@ def test_minutes_are_agreed_on_ahead(tmp_path):
 def test_a_message_that_is_not_taken_is_an_error(tmp_path):
     out = fine(
         """
-        group = _save._processes.group()
+        group = _save._processes.group("test")
         if index == 0:
             group.publish("x", "once")
             try:
@@ -389,7 +389,7 @@ def test_two_calls_at_once_are_both_heard_at_steps_that_all_agree_on(tmp_path):
         """
         from ckpt_jax import _agree
         from jax._src import distributed
-        meeting = _agree.Meeting(distributed.global_state.client, index, count, "ckpt_jax/test")
+        meeting = _agree.Meeting(distributed.global_state.client, index, count, "ckpt_jax/test", print)
         meeting.call("stop" if index else "save")
         heard = {}
         for step in range(1, 1000):
