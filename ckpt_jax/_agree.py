@@ -35,7 +35,7 @@ class Meeting:
         """Asks all processes to agree on a step for something."""
         with self._lock:
             if self._client is None:
-                self._agreed.add((reason, self._step + 1))
+                self._agreed.add((reason, 0))  # There is nobody to agree with: at the next, whichever it is.
             else:
                 self._wanted.add(reason)  # The thread calls: training waits for no service.
 

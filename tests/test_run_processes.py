@@ -347,6 +347,66 @@ def test_process_0_bids_farewell_no_longer_than_the_timeout():
     assert asked == [2000, 10000]
 
 
+def test_a_global_loader_that_is_elsewhere_in_one_process_is_no_checkpoint(tmp_path):
+    out = fine(
+        """
+        saver = ck.Saver(root, on_event=print_event)
+        saver.save(1, {"data": ck.data.global_batches(range(20), 4, seed=index, process=index, processes=count)})
+        saver._idle.wait()
+        print("told:", saver.last_error, flush=True)
+        barrier("over")
+        os._exit(0)
+        """,
+        tmp_path,
+        2,
+    )
+    for told in out:
+        assert "the processes do not hold the same state" in told.partition("told:")[2]
+    assert ck.steps(tmp_path) == []
+
+
+def test_an_iterator_that_refuses_its_state_in_one_process_stops_all(tmp_path):
+    fine(
+        """
+        with ck.Saver(root) as saver:
+            saver.save(1, {"data": ck.data.global_batches(range(20), 4, seed=0, process=index, processes=count)})
+        """,
+        tmp_path,
+        2,
+    )
+    codes, out = Run(
+        """
+        with ck.Saver(root) as saver:
+            saver.resume({"data": ck.data.global_batches(range(20), 4, seed=index, process=index, processes=count)})
+        """,
+        tmp_path,
+        2,
+    ).wait()
+    assert 0 not in codes
+    assert "process 1 could not resume: data" in out[0]
+    assert "the batches were counted with seed 0, here 1" in out[1]
+
+
+def test_a_process_that_leaves_a_step_out_is_missed_there_alone(tmp_path):
+    out = fine(
+        """
+        saver = ck.Saver(root, every=ck.Every(steps=1), timeout=4, on_event=print_event)
+        for step in (1, 2, 3):
+            if not (step == 2 and index == 1): saver.step(step, state_at(step))
+            saver._idle.wait()
+            barrier(f"at {step}")
+        print("last:", saver.last_error, flush=True)
+        barrier("over")
+        os._exit(0)
+        """,
+        tmp_path,
+        2,
+    )
+    assert ck.steps(tmp_path) == [1, 3]
+    assert "step 2 failed: process 1 did not get through the phase `write`" in out[0]
+    assert "last: None" in out[1]
+
+
 def test_minutes_are_agreed_on_ahead(tmp_path):
     """Process 0 looks at the clock; both save the same step, though one is ahead of the other."""
     out = fine(

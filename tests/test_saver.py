@@ -636,6 +636,214 @@ def test_the_events_of_a_save_tell_what_it_cost(memory):
     assert {"blocked", "snapshot", "write", "merge", "all"} <= committed.seconds.keys()
 
 
+def test_metrics_may_be_arrays_of_one_number(memory):
+    with ck.Saver(memory) as saver:
+        saver.save(1, {"w": np.zeros(2)}, metrics={"loss": jnp.float32(0.5), "n": np.int64(3), "x": np.array(2.0)})
+    assert ck.open(f"{memory}/1").manifest.metrics == {"loss": 0.5, "n": 3, "x": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ({"metrics": [1.0]}, "metrics is a dict, not list"),
+        ({"metrics": {"loss": np.zeros(3)}}, r"the metric 'loss' is a number, not float64\[3\]"),
+        ({"metrics": {"loss": object()}}, "metrics: plain data"),
+        ({"milestone": 1}, "milestone is True or False, not 1"),
+    ],
+)
+def test_what_could_not_be_read_again_is_refused_at_the_call(memory, named, message):
+    """A manifest that breaks its own rules would be committed, and never be found again."""
+    with ck.Saver(memory) as saver:
+        with pytest.raises(TypeError, match=message):
+            saver.save(1, {"w": np.zeros(2)}, **named)
+        saver.save(2, {"w": np.zeros(2)}, milestone=np.bool_(True))
+    assert ck.steps(memory) == [2]
+    assert ck.open(f"{memory}/2").manifest.milestone is True
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("raised", [OSError("no"), SystemExit("enough"), KeyboardInterrupt()])
+def test_whatever_a_callback_raises_the_writer_lives_on(memory, raised):
+    """Also where the warning of it is an error."""
+
+    def fails(event):
+        if threading.current_thread() is not threading.main_thread():
+            raise raised
+
+    with ck.Saver(memory, on_event=fails) as saver:
+        for step in (1, 2, 3):
+            saver.save(step, {"w": np.zeros(2)})
+    assert ck.steps(memory) == [1, 2, 3]
+
+
+def test_ctrl_c_in_a_callback_leaves_nothing_to_wait_for(memory):
+    def fails(event):
+        if event.kind == "snapshot" and event.step == 1:
+            raise KeyboardInterrupt
+
+    with ck.Saver(memory, on_event=fails) as saver:
+        with pytest.raises(KeyboardInterrupt):
+            saver.save(1, {"w": np.zeros(2)})
+        saver.save(2, {"w": np.zeros(2)})
+    assert ck.steps(memory) == [2]
+
+
+@pytest.mark.parametrize("method", ["save", "wait", "close"])
+def test_a_callback_in_the_writers_thread_cannot_wait_for_it(memory, method):
+    told: list[str] = []
+
+    def calls(event):
+        if event.kind == "committed":
+            try:
+                saver.save(2, {"w": 1}) if method == "save" else getattr(saver, method)()
+            except RuntimeError as error:
+                told.append(str(error))
+
+    with ck.Saver(memory, on_event=calls) as saver:
+        saver.save(1, {"w": np.zeros(2)})
+    assert told == ["on_event runs in the thread that writes: it cannot wait for a save, nor begin one"]
+
+
+def test_saves_from_several_threads_are_all_made(memory):
+    with ck.Saver(memory) as saver:
+        threads = [threading.Thread(target=saver.save, args=(step, {"w": np.zeros(9)})) for step in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert ck.steps(memory) == list(range(8))
+
+
+def test_a_notice_of_preemption_counts_after_going_back_too(tmp_path):
+    done = child(
+        """
+        with ck.Saver(root, every=ck.Every(steps=5)) as saver:
+            for step in range(1, 21):
+                saver.step(step, state)
+                saver.wait()
+            saver.step(23, state)
+            _, step = saver.resume(state)
+            os.kill(os.getpid(), signal.SIGTERM)
+            saver.step(step + 1, state)
+            print(step, saver.preempted)
+        """,
+        tmp_path,
+    )
+    assert done.stdout == "20 True\n", done.stdout + done.stderr
+    assert ck.steps(tmp_path)[-1] == 21
+
+
+def test_sigterm_ends_what_is_past_its_run_and_what_was_forked(tmp_path):
+    """Savers that are closed in whatever order, and a worker that has a handler from its parent."""
+    done = child(
+        """
+        import multiprocessing
+        def work(started):
+            started.set()
+            time.sleep(60)
+        if __name__ == "__main__":
+            one, two = ck.Saver(root), ck.Saver(root + "/b")
+            with ck.Saver(root + "/c"):
+                started = multiprocessing.get_context("fork").Event()
+                worker = multiprocessing.get_context("fork").Process(target=work, args=(started,))
+                worker.start()
+                started.wait()
+                worker.terminate()
+                worker.join()
+                print(worker.exitcode)
+            one.close()
+            two.close()
+            sys.stdout.flush()
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+        """,
+        tmp_path,
+    )
+    assert (done.stdout, done.returncode) == ("-15\n", -15), done.stderr
+
+
+def test_a_forked_worker_finishes_its_save(tmp_path):
+    done = child(
+        """
+        import multiprocessing
+        def work():
+            ck.Saver(root, every=ck.Every(steps=1)).step(1, {"w": np.zeros(1 << 20)})
+        if __name__ == "__main__":
+            worker = multiprocessing.get_context("fork").Process(target=work)
+            worker.start()
+            worker.join()
+            print(worker.exitcode, ck.steps(root))
+        """,
+        tmp_path,
+    )
+    assert done.stdout == "0 [1]\n", done.stdout + done.stderr
+
+
+def test_a_last_save_of_a_step_that_is_committed_loses_nothing(tmp_path):
+    done = child(
+        """
+        events = []
+        with ck.Saver(root, every=ck.Every(steps=1), on_event=events.append) as saver:
+            saver.step(5, state)
+            saver.wait()
+            os.kill(os.getpid(), signal.SIGTERM)
+            saver.step(5, state)
+            print(saver.preempted, events[-1].message)
+        """,
+        tmp_path,
+    )
+    assert (done.stdout, done.returncode) == ("True this step is committed already\n", 0), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("state", "named"),
+    [({"seed": 2**60}, True), ({"hash": "0xdeadbeef01"}, True), ({"f": "<function f at 0x7f3a5c0d2e80>"}, False)],
+)
+def test_numbers_and_digests_in_a_loaders_state_are_no_addresses(memory, state, named):
+    class Loader:
+        def get_state(self):
+            return state
+
+        def set_state(self, found):
+            assert found == state
+
+    if named:
+        ck.save(f"{memory}/1", {"data": Loader()})
+        ck.restore(f"{memory}/1", {"data": Loader()})
+        return
+    with pytest.raises(ck.Unsupported, match="holds an object's address"):
+        ck.save(f"{memory}/1", {"data": Loader()})
+
+
+def test_a_loader_that_cannot_say_its_state_is_named(memory):
+    class Loader:
+        def get_state(self):
+            raise RuntimeError("not begun")
+
+        def set_state(self, found):
+            pass
+
+    with pytest.raises(ck.Unsupported, match=r"data: .* that cannot say its state: RuntimeError: not begun"):
+        ck.save(f"{memory}/1", {"data": Loader()})
+
+
+@pytest.mark.parametrize(
+    ("named", "error"),
+    [
+        ({"max_failures": 0}, ValueError),
+        ({"max_failures": 1.5}, TypeError),
+        ({"grace": float("inf")}, ValueError),
+        ({"grace": float("nan")}, ValueError),
+        ({"grace": "30"}, TypeError),
+        ({"timeout": 0}, ValueError),
+        ({"on_event": 5}, TypeError),
+    ],
+)
+def test_wrong_numbers_are_told_at_once(memory, named, error):
+    with pytest.raises(error, match=next(iter(named))):
+        ck.Saver(memory, **named)
+
+
 def test_step_touches_no_storage(tmp_path):
     """Whatever the storage does, the loop waits for the snapshot alone: also with a save that is skipped."""
     done = child(
