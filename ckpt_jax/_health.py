@@ -1,14 +1,16 @@
 """Health: NaN, infinity and norms, looked at while a snapshot is written (no JAX)."""
 
+import cmath
 import fnmatch
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from numbers import Real
 
 import ml_dtypes
 import numpy as np
 
-from . import _manifest
+from . import _manifest, _values
 from ._arrays import Chunk
 from ._manifest import Leaf
 from .errors import Fault, Unhealthy
@@ -35,11 +37,17 @@ class Health:
     allow: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.norm_jump is not None and not self.norm_jump > 1:
-            raise ValueError(f"norm_jump is a factor above 1, not {self.norm_jump!r}")
-        if isinstance(self.allow, str):
-            raise TypeError(f"allow is a tuple of globs, not {self.allow!r}")
-        object.__setattr__(self, "allow", tuple(self.allow))
+        if not isinstance(self.finite, bool):
+            raise TypeError(f"finite is True or False, not {self.finite!r}")
+        if self.norm_jump is not None:
+            if isinstance(self.norm_jump, bool) or not isinstance(self.norm_jump, Real):
+                raise TypeError(f"norm_jump is a number, not {self.norm_jump!r}")
+            if not self.norm_jump > 1:
+                raise ValueError(f"norm_jump is a factor above 1, not {self.norm_jump!r}")
+        globs = None if isinstance(self.allow, str) or not isinstance(self.allow, Iterable) else tuple(self.allow)
+        if globs is None or not all(isinstance(glob, str) for glob in globs):
+            raise TypeError(f'allow is a tuple of globs, such as ("metrics.*",), not {self.allow!r}')
+        object.__setattr__(self, "allow", globs)
 
 
 class Sums:
@@ -56,6 +64,20 @@ class Sums:
                 before = self.found.get(chunk.name, (0.0, 0))
                 self.found[chunk.name] = before[0] + squares, before[1] + nonfinite
             yield chunk
+
+
+def of_scalars(leaves: Mapping[str, Leaf]) -> dict[str, tuple[float, int]]:
+    """As `Sums.found`, the Python floats that are not finite; they lie in the manifest, so one process tells of them.
+
+    >>> of_scalars({"lr": Leaf("scalar", dtype="float", value={"$float": "7ff8000000000000"})})
+    {'lr': (0.0, 1)}
+    """
+    values = {
+        name: _values.unpack(leaf.value)
+        for name, leaf in leaves.items()
+        if leaf.kind == "scalar" and leaf.dtype in ("float", "complex")
+    }
+    return {name: (0.0, 1) for name, value in values.items() if not cmath.isfinite(value)}
 
 
 def is_float(dtype: np.dtype) -> bool:

@@ -1,12 +1,14 @@
 """A root of checkpoints: which steps are there, and which may go (no JAX)."""
 
+import itertools
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from . import _commit, _storage, _values
+from .errors import CheckpointError, Corrupt, Fault
 
 DAY = 86_400.0  # Seconds.
 
@@ -98,9 +100,11 @@ class Keep:
             _count("every", self.every)
         if self.best is not None and not isinstance(self.best, Best):
             raise TypeError(f'best is a ckpt_jax.Best, such as Best("loss"), not {self.best!r}')
+        if not isinstance(self.milestones, Iterable):
+            raise TypeError(f"milestones is a tuple of steps, such as (50_000,), not {self.milestones!r}")
+        object.__setattr__(self, "milestones", tuple(self.milestones))
         for step in self.milestones:
             _count("a milestone", step, least=0)
-        object.__setattr__(self, "milestones", tuple(self.milestones))
 
 
 def _count(name: str, value: Any, least: int = 1) -> None:
@@ -119,14 +123,14 @@ class Facts:
     milestone: bool = False
 
 
-def kept(facts: Mapping[int, Facts], keep: Keep) -> list[int]:
-    """The steps that stay, of those that are there.
+def kept(facts: Mapping[int, Facts], keep: Keep, also: Iterable[int] = ()) -> list[int]:
+    """The steps that stay, of those that are there; those in `also` do, whatever `keep` says.
 
     >>> kept({step: Facts() for step in (1, 2, 3, 4)}, Keep(last=2))
     [3, 4]
     """
     found = sorted(facts)
-    stay = set(found[-max(1, keep.last) :])
+    stay = set(also) & set(found) | set(found[-max(1, keep.last) :])
     stay |= {step for step in found if keep.every is not None and step % keep.every == 0}
     stay |= {step for step in found if step in keep.milestones or facts[step].milestone}
     stay |= set(_newest_of_days(facts, keep.daily))
@@ -152,10 +156,17 @@ def _best(facts: Mapping[int, Facts], best: Best) -> Sequence[int]:
 
 def _number(value: Any) -> float:
     """A metric as a number; NaN for what is none."""
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+    if hasattr(value, "dtype") and value.ndim == 0:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:  # An int beyond the largest float.
+        return math.inf if value > 0 else -math.inf
 
 
-def prune(root: _storage.PathLike, keep: Keep, *, dry_run: bool = False) -> list[int]:
+def prune(root: _storage.PathLike, keep: Keep, *, also: Iterable[int] = (), dry_run: bool = False) -> list[int]:
     """Deletes the checkpoints that `keep` does not ask for, and what killed saves left behind.
 
     The newest good step always stays. Steps that are damaged, or were marked as such, are neither counted nor deleted.
@@ -164,6 +175,7 @@ def prune(root: _storage.PathLike, keep: Keep, *, dry_run: bool = False) -> list
     Args:
         root: a folder of checkpoints.
         keep: which stay.
+        also: steps that stay besides, such as the one that a run which went back to an older step has just committed.
         dry_run: delete nothing.
 
     Returns:
@@ -181,7 +193,7 @@ def prune(root: _storage.PathLike, keep: Keep, *, dry_run: bool = False) -> list
         raise TypeError(f"keep is a ckpt_jax.Keep, such as Keep(last=3), not {keep!r}")
     place = _storage.folder(root)
     found = facts_of(place)
-    stay = set(kept(found, keep))
+    stay = set(kept(found, keep, also))
     go = [step for step in found if step not in stay]
     if not dry_run:
         _check_newest(place, found, go)
@@ -202,9 +214,7 @@ def _check_newest(root: _storage.Folder, found: Mapping[int, Facts], go: Sequenc
 def facts_of(root: _storage.Folder) -> dict[int, Facts]:
     """What the manifests of all good steps tell: whole, with all their files, not marked as damaged."""
     return {
-        step: Facts(
-            manifest.time, {name: _values.unpack(v) for name, v in manifest.metrics.items()}, manifest.milestone
-        )
+        step: Facts(manifest.time, _values.unpack(manifest.metrics), manifest.milestone)
         for step, manifest in sorted(_commit.good(root), key=lambda found: found[0])
     }
 
@@ -222,17 +232,49 @@ def rollback(root: _storage.PathLike, step: int) -> list[str]:
 
     Raises:
         NotFound: there is no such step in the root.
+        Corrupt: it is damaged, or marked as such; nothing was moved.
+        CheckpointError: a later step could not be put aside; tells which were before it.
     """
     place = _storage.folder(root)
-    _commit.load(place / str(step))
-    moved = []
-    for later in [found for found in _commit.steps(place) if found > step]:
-        if not place.local:
-            _commit.mark_bad(place / str(later), f"rolled back to step {step}")
-            moved.append(str(later))
-            continue
-        name = f"{later}.rolled-back-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
-        (place / str(later)).rename(place / name)
-        moved.append(name)
+    _check_good(place / str(step))
+    moved: list[str] = []
+    # The newest first: wherever this ends, what is left is a shorter run, and going on with it is to call it again.
+    for later in reversed([found for found in _commit.steps(place) if found > step]):
+        try:
+            moved.insert(0, _put_aside(place, later, step))
+        except (OSError, CheckpointError) as error:
+            raise CheckpointError(
+                f"{place} is rolled back in part; put aside: {', '.join(moved) or 'nothing'}",
+                [Fault(str(later), "to be put aside", f"{error}")],
+                hint="once its cause is gone, the same rollback does the rest",
+            ) from error
     _commit.point_back(place / str(step))
     return moved
+
+
+def _check_good(place: _storage.Folder) -> None:
+    from . import _verify  # Here, because listing a root is to import no array library.
+
+    _commit.load(place)
+    if (mark := place.read(_commit.BAD)) is not None:
+        raise Corrupt(
+            f"{place} is not to be gone back to: it is marked as damaged",
+            [Fault(_commit.BAD, "no such file", mark.decode(errors="replace").strip()[:200])],
+            hint=f"`ckpt-jax verify {place}` reads it; if it is good, delete its {_commit.BAD}",
+        )
+    _verify.verify(place.url, level="files").check()
+
+
+def _put_aside(root: _storage.Folder, later: int, step: int) -> str:
+    """Makes a step count no longer; its name from now on."""
+    place = root / str(later)
+    if not root.local:
+        _commit.mark_bad(place, f"rolled back to step {step}")
+        if not _commit.is_bad(place):
+            raise OSError(f"{_commit.BAD} could not be written")
+        return str(later)
+    name = f"{later}.rolled-back-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    aside = next(root / free for free in names if not (root / free).exists())
+    place.rename(aside)
+    return aside.name

@@ -1,5 +1,6 @@
 """Batches whose order depends on the seed alone, so that any number of processes can go on where others stopped."""
 
+import operator
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -27,7 +28,8 @@ def global_batches(
     batches given out: a run on 8 processes goes on where one on 4 stopped, and no sample is lost or comes twice.
 
     Args:
-        source: a grain `MapDataset`, or anything with `len` and `[index]`.
+        source: a grain `MapDataset`, or anything with `len` and `[index]`. Each of its samples has a position, so it
+            may leave none out, as grain's `filter` does.
         batch_size: samples in a global batch; the number of processes divides it.
         seed: gives the order.
         epochs: how often the source is gone through; None for without end. What is left after the last whole batch
@@ -39,7 +41,9 @@ def global_batches(
         An iterator of batches: the samples' trees with a new first axis of length `batch_size // processes`.
 
     Raises:
-        ValueError: the batch size is no multiple of the number of processes, or larger than what there is.
+        TypeError: an argument is of another kind.
+        ValueError: the batch size is no multiple of the number of processes, or larger than what there is; `process`
+            is not one of `processes`, or only one of the two is given.
 
     >>> import ckpt_jax as ck
     >>> batches = ck.data.global_batches(range(6), 4, seed=0, shuffle=False)
@@ -48,8 +52,35 @@ def global_batches(
     >>> batches.get_state()
     {'batches': 2, 'seed': 0, 'batch_size': 4, 'length': 6, 'shuffle': False}
     """
-    here = _processes.here() if process is None or processes is None else (process, processes)
-    return GlobalBatches(source, batch_size, seed, epochs, shuffle=shuffle, slice_of=here)
+    if (process is None) != (processes is None):
+        raise ValueError("process and processes are given both, or neither of them")
+    process, processes = _processes.here() if process is None else (process, processes)
+    processes = _int("processes", processes, least=1)
+    if (process := _int("process", process)) >= processes:
+        raise ValueError(f"process is one of 0 to {processes - 1}, not {process}")
+    if not isinstance(shuffle, bool):
+        raise TypeError(f"shuffle is True or False, not {shuffle!r}")
+    return GlobalBatches(
+        source,
+        _int("batch_size", batch_size, least=1),
+        _int("seed", seed),
+        None if epochs is None else _int("epochs", epochs, least=1),
+        shuffle=shuffle,
+        slice_of=(process, processes),
+    )
+
+
+def _int(name: str, value: Any, least: int = 0) -> int:
+    """An argument as an int, which it may also be in NumPy's or JAX's way."""
+    try:
+        found = operator.index(value)
+    except TypeError:
+        found = None
+    if found is None or isinstance(value, bool):
+        raise TypeError(f"{name} is an int, not {value!r}")
+    if found < least:
+        raise ValueError(f"{name} is {least} or more, not {found}")
+    return found
 
 
 class GlobalBatches:
@@ -70,7 +101,7 @@ class GlobalBatches:
         import grain
 
         self._process, self._processes = slice_of
-        if batch_size < 1 or batch_size % self._processes:
+        if batch_size % self._processes:
             raise ValueError(f"batch_size {batch_size} is no multiple of the number of processes, {self._processes}")
         if not len(source):
             raise ValueError("the source is empty")
@@ -92,8 +123,14 @@ class GlobalBatches:
         size = self._fixed["batch_size"] // self._processes
         start = self._batches * self._fixed["batch_size"] + self._process * size
         samples = [self._stream[start + i] for i in range(size)]
-        self._batches += 1
-        return jax.tree.map(lambda *values: np.stack(values), *samples)
+        if gone := [start + i for i, sample in enumerate(samples) if sample is None]:
+            raise ValueError(
+                f"sample {gone[0]} of the stream is None, as are all that a grain filter leaves out; every sample has "
+                "a position of its own, so give a source that holds the wanted ones only"
+            )
+        batch = jax.tree.map(lambda *values: np.stack(values), *samples)
+        self._batches += 1  # Last: of a batch that could not be made no sample is lost.
+        return batch
 
     def get_state(self) -> dict[str, Any]:
         """The number of batches given out, and what it was counted with."""
@@ -103,13 +140,18 @@ class GlobalBatches:
         """Goes to where another one was.
 
         Raises:
-            ValueError: that one had another seed, batch size, source length or order.
+            ValueError: that one had another seed, batch size, source length or order; or it is no such state.
         """
+        if not isinstance(state, dict):
+            raise ValueError(f"a state of batches is a dict, not {state!r:.80}")  # noqa: TRY004  As all that is wrong with it.
         other = {key: (state.get(key), value) for key, value in self._fixed.items() if state.get(key) != value}
         if other:
             told = ", ".join(f"{key} {there!r}, here {here!r}" for key, (there, here) in other.items())
             raise ValueError(f"the batches were counted with {told}")
-        self._batches = int(state["batches"])
+        try:
+            self._batches = _int("batches", state.get("batches"))
+        except TypeError as error:
+            raise ValueError(str(error)) from None
 
 
 class _Indexed:

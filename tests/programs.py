@@ -2,6 +2,8 @@
 
 import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -138,3 +140,79 @@ def in_two_processes(root: str, steps: int) -> Iterator[Step]:
             saver.step(step, state)
             saver.wait()
             yield step, {"w": state["w"], "step": step}, batch
+
+
+def _ids(root: str, steps: int, samples: Callable[[int], Any], last: int | None = None) -> Iterator[Step]:
+    """Nothing but a count, with samples made of it."""
+    with ck.Saver(root, every=ck.Every(steps=1)) as saver:
+        state, step = saver.resume({"w": np.zeros(3)})
+        while step < (last or steps):
+            step += 1
+            saver.step(step, state)
+            saver.wait()
+            yield step, state, samples(step)
+
+
+_here = iter(range(1, 100))  # Counts in each process anew, as what is not saved does.
+
+
+def other_ids_in_a_dict(root: str, steps: int) -> Iterator[Step]:
+    return _ids(root, steps, lambda step: {"ids": [next(_here)], "epoch": 0})
+
+
+def other_ids_of_numpy(root: str, steps: int) -> Iterator[Step]:
+    return _ids(root, steps, lambda step: [np.int64(next(_here)), None])
+
+
+def none_after_a_resume(root: str, steps: int) -> Iterator[Step]:
+    return _ids(root, steps, lambda step: [step, None if next(_here) == step else ()])
+
+
+def ids_of_all_kinds(root: str, steps: int) -> Iterator[Step]:
+    kinds = [
+        lambda n: {"ids": [n], "name": f"n{n}", "none": None},
+        lambda n: [np.int64(n), jnp.int32(n), n, True, 2.0 * n],
+        lambda n: [float("nan"), np.float32("nan")],
+        jnp.arange,
+        range,
+        lambda n: (i for i in range(n)),
+        lambda n: np.array([f"a{n}", "b"]),
+        lambda n: n,
+        lambda n: None,
+    ]
+    return _ids(root, steps, lambda step: kinds[step % len(kinds)](step))
+
+
+def other_arrays_in_process_1(root: str, steps: int) -> Iterator[Step]:
+    for step, _, samples in _ids(root, steps, lambda step: [step]):
+        own = np.array([next(_here) if jax.process_index() else step])
+        yield step, {"a": own, "b": own}, samples
+
+
+def ends_early(root: str, steps: int) -> Iterator[Step]:
+    return _ids(root, steps, lambda step: [step], last=steps - 2)
+
+
+def returns_nothing(root: str, steps: int) -> None:
+    return None
+
+
+def yields_nothing(root: str, steps: int) -> Iterator[Step]:
+    return iter(())
+
+
+def yields_pairs(root: str, steps: int) -> Iterator[Any]:
+    return ((step, {}) for step in range(steps))
+
+
+def prints_no_text(root: str, steps: int) -> Iterator[Step]:
+    os.write(1, b"\xff\xfe")
+    raise RuntimeError("no such luck")
+
+
+def leaves_a_worker(root: str, steps: int) -> Iterator[Step]:
+    worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+    with open(os.environ["WORKERS"], "a", encoding="utf-8") as file:
+        file.write(f"{worker.pid}\n")
+    yield from _ids(root, steps, lambda step: [step])
+    worker.kill()

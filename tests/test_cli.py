@@ -209,6 +209,18 @@ def test_rollback_says_where_the_later_ones_are(tmp_path):
     run("rollback", tmp_path, 7, code=2)
 
 
+def test_a_rollback_to_a_damaged_step_is_refused(tmp_path):
+    for step in (1, 2):
+        ck.save(tmp_path / str(step), {"w": np.ones(3)})
+    next((tmp_path / "1").rglob("d/*")).unlink()
+    assert "no such file" in run("rollback", tmp_path, 1, code=1).stderr
+    assert ck.steps(tmp_path) == [1, 2]
+
+
+def test_prove_without_a_step_to_kill_after_is_wrong_usage():
+    assert "steps is 2 or more" in run("prove", "tests.programs:good", "--steps", 0, code=2).stderr
+
+
 @pytest.mark.parametrize(
     ("program", "code", "told"), [("good", 0, "are the same to the bit"), ("no_key", 1, ": key: ")]
 )

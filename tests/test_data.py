@@ -1,6 +1,7 @@
 """Batches of global order: any number of processes goes on where others stopped, with each sample once."""
 
 import grain
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -91,6 +92,17 @@ def test_a_state_of_other_batches_is_refused(memory):
         ck.restore(memory, {"data": make(1, batch_size=4)[0]})
 
 
+@pytest.mark.parametrize("batches", [-3, 2.7, "2", True, None])
+def test_a_state_without_a_number_of_batches_is_refused(batches):
+    (one,) = make(1)
+    next(one)
+    with pytest.raises(ValueError, match="batches is "):
+        one.set_state(one.get_state() | {"batches": batches})
+    with pytest.raises(ValueError, match="a state of batches is a dict, not None"):
+        one.set_state(None)
+    assert one.get_state()["batches"] == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
@@ -101,3 +113,71 @@ def test_a_state_of_other_batches_is_refused(memory):
 def test_absurd_batches_are_refused(arguments, error):
     with pytest.raises(ValueError, match=error):
         make(2, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"process": 1}, "process and processes are given both, or neither of them"),
+        ({"processes": 2}, "process and processes are given both, or neither of them"),
+        ({"process": 5, "processes": 2}, "process is one of 0 to 1, not 5"),
+        ({"process": -1, "processes": 2}, "process is 0 or more, not -1"),
+        ({"process": 0, "processes": 0}, "processes is 1 or more, not 0"),
+        ({"process": 0.0, "processes": 2}, "process is an int, not 0.0"),
+        ({"batch_size": 4.0}, "batch_size is an int, not 4.0"),
+        ({"batch_size": True}, "batch_size is an int, not True"),
+        ({"batch_size": -4}, "batch_size is 1 or more, not -4"),
+        ({"seed": None}, "seed is an int, not None"),
+        ({"seed": 1.5}, "seed is an int, not 1.5"),
+        ({"seed": -1}, "seed is 0 or more, not -1"),
+        ({"epochs": 1.5}, "epochs is an int, not 1.5"),
+        ({"epochs": 0}, "epochs is 1 or more, not 0"),
+        ({"shuffle": "no"}, "shuffle is True or False, not 'no'"),
+    ],
+)
+def test_wrong_arguments_are_told_at_the_call(arguments, error):
+    with pytest.raises((TypeError, ValueError), match=error):
+        ck.data.global_batches(range(20), **{"batch_size": 4, "seed": 0} | arguments)
+
+
+def test_numbers_may_be_numpys_and_jaxs():
+    one = ck.data.global_batches(range(20), np.int64(8), seed=jnp.int32(3), epochs=np.int64(2))
+    assert given([one], 3) == given(make(1), 3)
+    assert one.get_state() == make(1)[0].get_state() | {"batches": 3}
+    assert all(type(value) in (int, bool) for value in one.get_state().values())
+
+
+def test_a_sample_that_is_none_is_named():
+    even = grain.MapDataset.range(8).filter(lambda i: i % 2 == 0)
+    one = ck.data.global_batches(even, 4, seed=0, shuffle=False)
+    with pytest.raises(ValueError, match="sample 1 of the stream is None"):
+        next(one)
+    assert one.get_state()["batches"] == 0
+
+
+class _Failing:
+    """Ten samples, of which reading one fails once."""
+
+    def __init__(self):
+        self.failed = False
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        if index == 3 and not self.failed:
+            self.failed = True
+            raise OSError("no such luck")
+        return index
+
+
+def test_of_a_batch_that_cannot_be_made_no_sample_is_lost():
+    one = ck.data.global_batches(_Failing(), 2, seed=0, shuffle=False)
+    assert next(one).tolist() == [0, 1]
+    with pytest.raises(OSError, match="no such luck"):
+        next(one)
+    assert next(one).tolist() == [2, 3]
+    ragged = ck.data.global_batches([np.zeros(2), np.zeros(3)], 2, seed=0)
+    with pytest.raises(ValueError, match="same shape"):
+        next(ragged)
+    assert ragged.get_state()["batches"] == 0

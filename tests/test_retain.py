@@ -1,5 +1,6 @@
 """Which checkpoints stay: the pure rule by a table, and what deletes by it."""
 
+import errno
 import math
 import os
 import shutil
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 import ckpt_jax as ck
-from ckpt_jax import _commit, _retain
+from ckpt_jax import _commit, _health, _leaves, _retain
 from ckpt_jax._retain import DAY, Facts, kept
 
 
@@ -66,6 +67,46 @@ def test_c096_the_best_do_not_push_out_the_newest(root):
     assert ck.latest(root) == f"{root}/4"
 
 
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [
+        (np.float32(2.5), 2.5),
+        (np.int64(3), 3.0),
+        (np.array(2.5), 2.5),
+        (np.array([2.5]), None),
+        (np.bool_(True), None),
+        (True, None),
+        ("2", None),
+        (10**400, math.inf),
+        (-(10**400), -math.inf),
+    ],
+)
+def test_what_counts_as_a_number(value, number):
+    found = _retain._number(value)
+    assert math.isnan(found) if number is None else found == number
+
+
+@pytest.mark.parametrize("odd", [{"$x": 1}, {1: 2}, {"loss32": np.float32(1)}, {"huge": 10**400}])
+def test_the_best_is_found_among_metrics_of_any_names_and_kinds(root, odd):
+    for step, loss in enumerate((0.1, 0.2, 0.3), start=1):
+        with ck.Saver(root) as saver:
+            saver.save(step, {"w": np.zeros(3)}, metrics={"loss": np.float32(loss)} | odd)
+    assert ck.prune(root, ck.Keep(last=1, best=ck.Best("loss"))) == [2]
+    assert ck.prune(root, ck.Keep(last=1, best=ck.Best("huge"))) == [1]
+
+
+def test_steps_that_a_caller_names_stay_too(root):
+    """A run that went on from step 2 has just committed step 3, and older runs' steps are later."""
+    filled(root, 1, 2, 3, 8, 9)
+    assert kept(facts(1, 2, 3, 8, 9), ck.Keep(last=2), also=[3, 77]) == [3, 8, 9]
+    assert ck.prune(root, ck.Keep(last=2), also=[3, 77]) == [1, 2]
+    assert ck.steps(root) == [3, 8, 9]
+
+
+def test_milestones_may_come_from_a_generator():
+    assert ck.Keep(milestones=(step for step in (1, 2))).milestones == (1, 2)  # pyright: ignore[reportArgumentType]
+
+
 def test_a_milestone_that_was_said_at_the_save_stays():
     found = facts(1, 2, 3) | {2: Facts(milestone=True)}
     assert kept(found, ck.Keep(last=1)) == [2, 3]
@@ -78,6 +119,15 @@ def test_a_milestone_that_was_said_at_the_save_stays():
         (lambda: ck.Keep(last=True), "last is an int, not True"),
         (lambda: ck.Keep(every=0), "every is 1 or more, not 0"),
         (lambda: ck.Keep(best="loss"), 'best is a ckpt_jax.Best, such as Best\\("loss"\\)'),
+        (lambda: ck.Keep(milestones=5), "milestones is a tuple of steps, such as \\(50_000,\\), not 5"),
+        (lambda: ck.Keep(milestones=(1, -2)), "a milestone is 0 or more, not -2"),
+        (lambda: ck.Health(finite="no"), "finite is True or False, not 'no'"),
+        (lambda: ck.Health(norm_jump="x"), "norm_jump is a number, not 'x'"),
+        (lambda: ck.Health(norm_jump=True), "norm_jump is a number, not True"),
+        (lambda: ck.Health(norm_jump=0.5), "norm_jump is a factor above 1, not 0.5"),
+        (lambda: ck.Health(allow=None), "allow is a tuple of globs, such as .*, not None"),
+        (lambda: ck.Health(allow=(1,)), "allow is a tuple of globs, such as .*, not \\(1,\\)"),
+        (lambda: ck.Health(allow="opt.*"), "allow is a tuple of globs, such as .*, not 'opt.*'"),
         (lambda: ck.Best("loss", mode="least"), 'mode is "min" or "max"'),
         (lambda: ck.prune("x", 3), "keep is a ckpt_jax.Keep"),
     ],
@@ -162,3 +212,64 @@ def test_c098_rollback_makes_an_earlier_step_the_newest_and_destroys_nothing(roo
         assert (ck.restore(f"{root}/{name}")["w"] == step).all()
     with pytest.raises(ck.NotFound):
         _retain.rollback(root, 7)
+
+
+def test_a_rollback_to_a_damaged_step_is_refused_and_moves_nothing(root):
+    filled(root, 1, 2, 3, 4)
+    place = _retain._storage.folder(root)
+    _commit.mark_bad(place / "1", "a test says so")
+    with pytest.raises(ck.Corrupt, match=r"(?s)it is marked as damaged.*a test says so.*delete its BAD\.json"):
+        _retain.rollback(root, 1)
+    data = next(path for path in (place / "2").files() if "/d/" in path)
+    (place / "2").unlink(data)
+    with pytest.raises(ck.Corrupt, match="no such file"):
+        _retain.rollback(root, 2)
+    assert ck.steps(root) == [2, 3, 4]
+    assert [_retain.rollback(root, 3)[0].partition(".")[0]] == ["4"]
+
+
+def test_two_rollbacks_in_one_second_do_not_meet(tmp_path, monkeypatch):
+    monkeypatch.setattr(_retain.time, "strftime", lambda *_: "20261130-041500")
+    aside = []
+    for _ in range(3):
+        filled(str(tmp_path), *({1, 2} - set(ck.steps(tmp_path))))
+        aside += _retain.rollback(tmp_path, 1)
+    assert aside == [f"2.rolled-back-20261130-041500{more}" for more in ("", "-2", "-3")]
+    assert all((ck.restore(tmp_path / name)["w"] == 2).all() for name in aside)
+
+
+def test_a_rollback_that_fails_midway_says_how_far_it_came(tmp_path, monkeypatch):
+    filled(str(tmp_path), 1, 2, 3, 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", _failing_at(tmp_path / "3"))
+        with pytest.raises(ck.CheckpointError, match=r"(?s)in part; put aside: 4\.rolled-back.*3: .*Read-only.*rest"):
+            _retain.rollback(tmp_path, 1)
+    assert ck.steps(tmp_path) == [1, 2, 3]
+    assert len(_retain.rollback(tmp_path, 1)) == 2
+    assert ck.steps(tmp_path) == [1]
+
+
+def _failing_at(path):
+    rename = os.rename
+
+    def fail(a, b):
+        if str(a) == str(path):
+            raise OSError(errno.EROFS, "Read-only file system")
+        rename(a, b)
+
+    return fail
+
+
+def test_a_mark_that_a_bucket_does_not_take_is_told(memory, monkeypatch):
+    filled(memory, 1, 2)
+    monkeypatch.setattr(_commit, "mark_bad", lambda *_: None)
+    with pytest.raises(ck.CheckpointError, match=r"2: .*BAD\.json could not be written"):
+        _retain.rollback(memory, 1)
+
+
+def test_python_floats_that_are_not_finite_are_found():
+    leaves = {
+        name: _leaves.encode(value).leaf
+        for name, value in {"nan": math.nan, "i": complex(0, math.inf), "lr": 0.1, "n": 10**400, "s": "nan"}.items()
+    }
+    assert _health.of_scalars(leaves) == {"nan": (0.0, 1), "i": (0.0, 1)}
