@@ -306,7 +306,7 @@ def _write_part(
         live=snapshot.live,
         shared=snapshot.shared | _scalar_digests(manifest.leaves, group),
         tree=_tree_digest(manifest) if group.count > 1 else "",
-        health=sums.found,
+        health=sums.found | (_health.of_scalars(manifest.leaves) if head and terms.health is not None else {}),
     )
 
 

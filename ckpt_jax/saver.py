@@ -1,6 +1,7 @@
 """The Saver: a training run's checkpoints, written while it trains on."""
 
 import atexit
+import collections
 import contextlib
 import itertools
 import os
@@ -152,6 +153,7 @@ class Saver:
         client = _processes.client() if agrees else None
         self._meeting = _agree.Meeting(client, self._index, self._count, f"ckpt_jax/saver/{next(_numbers)}", self._warn)
         self._failures: list[BaseException] = []
+        self._newest = collections.deque[int](maxlen=max(1, keep.last) if keep is not None else 1)  # Committed here.
         self._saved: int | None = None  # The step that was committed last.
         self._last = time.monotonic()
         self._took: float | None = None  # Seconds of the last write.
@@ -465,6 +467,7 @@ class Saver:
             self._took = time.perf_counter() - started
             self._before = manifest.health
             self._failures, self._saved, self.last_error = [], job.step, None
+            self._newest.append(job.step)
             seconds = {"blocked": job.blocked, **manifest.seconds, "all": self._took}
             self._log.add("committed", job.step, bytes=manifest.nbytes, seconds=seconds)
             self._prune()
@@ -488,7 +491,8 @@ class Saver:
         if self._keep is None or self._index != 0:
             return
         try:
-            gone = _retain.prune(self._root.url, self._keep)
+            # Those of this run too, where a root has later ones: it went on from an earlier step.
+            gone = _retain.prune(self._root.url, self._keep, also=self._newest)
         except Exception as error:  # noqa: BLE001  The checkpoint is committed, and the thread has more to write.
             self._log.add("warning", message=f"could not prune: {error}")
             return

@@ -704,6 +704,22 @@ def test_a_callback_in_the_writers_thread_cannot_wait_for_it(memory, method):
     assert told == ["on_event runs in the thread that writes: it cannot wait for a save, nor begin one"]
 
 
+def test_a_run_that_goes_on_from_an_earlier_step_keeps_its_own(memory):
+    for step in (800, 900, 1000):
+        ck.save(f"{memory}/{step}", {"w": np.zeros(2)})
+    with ck.Saver(memory, keep=ck.Keep(last=2)) as saver:
+        for step in (500, 600, 700):
+            saver.save(step, {"w": np.zeros(2)})
+    assert ck.steps(memory) == [600, 700, 900, 1000]
+
+
+def test_a_python_float_that_is_nan_is_not_committed(memory):
+    events: list[Event] = []
+    with pytest.raises(ck.Unhealthy, match="scale"), ck.Saver(memory, on_event=events.append) as saver:
+        saver.save(1, {"scale": float("nan")})
+    assert ck.steps(memory) == []
+
+
 def test_saves_from_several_threads_are_all_made(memory):
     with ck.Saver(memory) as saver:
         threads = [threading.Thread(target=saver.save, args=(step, {"w": np.zeros(9)})) for step in range(8)]
