@@ -85,16 +85,15 @@ class Group:
                 silent.append(error)
             else:
                 yield process, message
-        if len(silent) == 1:
-            raise silent[0]
         if silent:
             faults = [fault for error in silent for fault in error.faults]
-            who = ", ".join(fault.place.removeprefix("process ") for fault in faults)
+            names = ", ".join(fault.place.removeprefix("process ") for fault in faults)
+            who = f"process{'es' * (len(silent) > 1)} {names}"
             raise CheckpointError(
-                f"processes {who} did not get through the phase `{phase}` within {self.timeout:g} s",
+                f"{who} did not get through the phase `{phase}` within {self.timeout:g} s",
                 faults,
                 hint=silent[0].hint,
-            )
+            ) from silent[0]
 
     def heard(self, key: str) -> str | None:
         """A message, if it is there already and the service answers."""

@@ -79,7 +79,10 @@ def save(
         abstain(group, f"failed: {error}")
         group.part()
         raise
-    return write(target, manifest, snapshot, group, Terms(overwrite))
+    try:
+        return write(target, manifest, snapshot, group, Terms(overwrite))
+    finally:
+        group.part()
 
 
 def prepare(
@@ -218,15 +221,19 @@ class Terms(NamedTuple):
 def write(
     target: _storage.Folder, manifest: Manifest, snapshot: Snapshot, group: _processes.Group, terms: Terms
 ) -> Manifest:
-    """Writes a snapshot and commits it, together with the run's other processes. Touches no device."""
+    """Writes a snapshot and commits it, together with the run's other processes. Touches no device.
+
+    The caller parts from the group afterwards.
+    """
     try:
         numbers = {k: v.item() if hasattr(v, "dtype") else v for k, v in manifest.metrics.items()}
         manifest.metrics = _packed("metrics", numbers)
-        if group.index != 0:
-            return _follow(target, manifest, snapshot, group, terms)
-        return _lead(target, manifest, snapshot, group, terms)
-    finally:
-        group.part()
+    except BaseException as error:  # Such as one that was deleted meanwhile.
+        abstain(group, _told(error))
+        raise
+    if group.index != 0:
+        return _follow(target, manifest, snapshot, group, terms)
+    return _lead(target, manifest, snapshot, group, terms)
 
 
 def _lead(

@@ -473,8 +473,9 @@ class Saver:
             self._prune()
         finally:
             declined, self._declined = self._declined, []
-            for group in declined:
-                group.part()
+            for group in (job.group, *declined):  # After it is told: the farewell waits for those that are gone.
+                with contextlib.suppress(CheckpointError):
+                    group.part()
 
     def _failed(self, step: int, error: BaseException) -> None:
         if isinstance(error, _save.Declined):

@@ -133,6 +133,7 @@ def test_a_process_that_is_still_writing_declines_and_nothing_is_committed(tmp_p
             saver.step(1, state_at(1))
             time.sleep(0.5)
             assert not saver.step(2, state_at(2))  # Process 0 waits for 1's part: both are at it.
+            barrier("both declined")
             gate.set()
             saver.wait()
             saver.step(3, state_at(3))

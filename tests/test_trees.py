@@ -1422,7 +1422,8 @@ def test_a_mismatch_lists_everything_at_once_with_both_sides(memory: str):
         "step: checkpoint has int, `like` wants float",
         "old: int8[] in the checkpoint, not in `like`",
         "new: in `like`, not in the checkpoint",
-        "key: checkpoint has key<threefry2x32>[], `like` wants uint32[2]",
+        "key: checkpoint has key<threefry2x32>[], `like` wants uint32[2] "
+        "(restore it as a key; jax.random.key_data gives its numbers)",
     ):
         assert f"\n  {line}\n" in text
     assert "\n\nhint: on_extra=" in text
