@@ -339,8 +339,7 @@ def abandon(attempt: Attempt) -> None:
     """Removes what an attempt wrote; nothing of it was ever visible."""
     attempt.close()
     if attempt.target.local:
-        with contextlib.suppress(OSError):  # What ended the attempt is more to the point; the next one clears up.
-            attempt.folder.remove()
+        leave(attempt)
     elif attempt.state != "state":
         (attempt.target / attempt.state).remove()
     elif attempt.target.read(_manifest.NAME) is None:
@@ -353,7 +352,7 @@ def leave(attempt: Attempt) -> None:
     What it wrote after the first had removed the folder goes too. In a bucket the next attempt may be writing there.
     """
     if attempt.target.local:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # What ended the attempt is more to the point; the next one clears up.
             attempt.folder.remove()
 
 

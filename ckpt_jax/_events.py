@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import queue
+import sys
 import threading
 import time
 import warnings
@@ -79,8 +80,11 @@ class Log:
         except BaseException as error:
             if not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
                 raise  # Ctrl-C; elsewhere there is a thread to be kept alive, which has checkpoints to write.
-            with contextlib.suppress(Warning):  # Where warnings are errors.
-                warnings.warn(f"on_event failed at {event}: {type(error).__name__}: {error}", stacklevel=2)
+            message = f"on_event failed at {event}: {type(error).__name__}: {error}"
+            try:
+                warnings.warn(message, stacklevel=2)
+            except Warning:  # Where warnings are errors.
+                print(message, file=sys.stderr)
 
     def flush(self) -> None:
         """Writes what was noted."""

@@ -57,7 +57,7 @@ class Staging:
     def reserve(self, size: int, *, force: bool) -> bool:
         """Keeps room for so much, if there is so much left or it must be."""
         with self._lock:
-            fits = force or not size or self._reserved + size <= self._limit
+            fits = force or self._reserved + size <= self._limit
             self._reserved += size if fits else 0
             return fits
 

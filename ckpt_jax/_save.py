@@ -161,7 +161,7 @@ def _metrics(metrics: Any) -> dict[str, Any]:
         raise TypeError(f"metrics is a dict, not {type(metrics).__name__}")
     arrays = {k: v for k, v in (metrics or {}).items() if isinstance(v, (jax.Array, np.ndarray, np.generic))}
     for name, value in arrays.items():
-        if value.shape or _leaves.is_key_dtype(value.dtype):
+        if value.shape or not (jax.numpy.issubdtype(value.dtype, np.number) or value.dtype == bool):
             raise TypeError(f"the metric {name!r} is a number, not {value.dtype}{list(value.shape)}")
         if isinstance(value, jax.core.Tracer):
             raise TypeError(f"the metric {name!r} is a traced value: call save outside of jit, grad and vmap")

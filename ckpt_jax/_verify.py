@@ -39,15 +39,12 @@ class Report:
         return not self.faults
 
     def __str__(self) -> str:
-        if not self.faults:
-            read = (
-                f": {self.chunks:,} chunk{'s' * (self.chunks != 1)} read back, {_values.human(self.bytes)}"
-                if self.level == "chunks"
-                else ""
-            )
-            return f"{self.path} is whole ({self.level}){read}"
+        if self.ok:
+            chunks = f"{self.chunks:,} chunks read back, all as they were saved"
+            read = chunks if self.level == "chunks" else "all files there"
+            return f"{self.path}: {read} ({_values.human(self.bytes)}, {self.seconds:.1f} s)"
         places = f"{len(self.faults)} place{'s' * (len(self.faults) != 1)}"
-        return "\n".join([f"{self.path} is damaged in {places}:", *(f"  {fault}" for fault in self.faults)])
+        return "\n".join([f"{self.path}: damaged in {places}:", *(f"  {fault}" for fault in self.faults)])
 
     def check(self) -> None:
         """Raises Corrupt with all faults, if there is one."""

@@ -241,17 +241,8 @@ def verify(
             {"path": report.path, "level": report.level, "ok": report.ok, "faults": faults}
             | {"chunks": report.chunks, "bytes": report.bytes, "seconds": report.seconds}
         )
-    elif report.ok:
-        read = (
-            f"{report.chunks:,} chunks read back, all as they were saved"
-            if level is Level.chunks
-            else "all files there"
-        )
-        print(f"{report.path}: {read} ({_values.human(report.bytes)}, {report.seconds:.1f} s)")
     else:
-        print(f"{report.path}: damaged in {len(report.faults)} place{'s' * (len(report.faults) != 1)}:")
-        for fault in report.faults:
-            print(f"  {fault}")
+        print(report)
     if not report.ok:
         raise typer.Exit(DIFFERS)
 

@@ -154,7 +154,6 @@ class Saver:
         self._meeting = _agree.Meeting(client, self._index, self._count, f"ckpt_jax/saver/{next(_numbers)}", self._warn)
         self._failures: list[BaseException] = []
         self._newest = collections.deque[int](maxlen=max(1, keep.last) if keep is not None else 1)  # Committed here.
-        self._saved: int | None = None  # The step that was committed last.
         self._last = time.monotonic()
         self._took: float | None = None  # Seconds of the last write.
         self._before: Mapping[str, Any] = {}
@@ -166,6 +165,7 @@ class Saver:
         self._idle.set()
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
+        self._starter: threading.Thread | None = None  # Who has that lock.
         _open.add(self)
         _at_the_end_of_a_worker()
         self._log.add("started")
@@ -256,13 +256,11 @@ class Saver:
         """
         self._check_open()
         step = _save.as_step(step)
-        self._wait_for_writer()
+        self._check_thread()
         if "stop" in self._agreed(step):
             self._last_save(step, state, metrics, metadata, milestone=milestone)
-            return
-        # Another thread may have begun a save meanwhile; several processes have one thread each that saves.
-        while not self._start(step, state, metrics, metadata, milestone=milestone) and self._count == 1:
-            self._wait_for_writer()
+        else:
+            self._start(step, state, metrics, metadata, milestone=milestone, wait=True)
 
     def wait(self) -> None:
         """Waits for the save under way; raises what befell it."""
@@ -271,9 +269,12 @@ class Saver:
             raise self.last_error
 
     def _wait_for_writer(self) -> None:
-        if threading.current_thread() is self._thread:
-            raise RuntimeError("on_event runs in the thread that writes: it cannot wait for a save, nor begin one")
+        self._check_thread()
         self._idle.wait()
+
+    def _check_thread(self) -> None:
+        if threading.current_thread() in (self._thread, self._starter):
+            raise RuntimeError("on_event is called in the middle of a save: it cannot wait for one, nor begin one")
 
     def close(self) -> None:
         """Finishes the save under way.
@@ -336,16 +337,16 @@ class Saver:
         end = (self._notice.at or time.monotonic()) + self._grace
         busy = not self._idle.wait(max(0.0, end - time.monotonic()))
         left = end - time.monotonic()
-        fits = not busy and self._saved != step and (self._took is None or self._took < left)
+        fits = not busy and not self._is_saved(step) and (self._took is None or self._took < left)
         if self._count > 1:  # The answer must be the same everywhere.
             fits = self._all_say(fits)
         if fits:
             self._start(step, state, metrics, metadata, milestone=milestone)
             over = self._idle.wait(max(0.0, end - time.monotonic()))
-            done = over and self._saved == step
+            done = over and self._is_saved(step)
             why = self.last_error if over else "it is still being written"
             message = "the last save is committed" if done else f"the last save did not succeed: {why}"
-        elif self._saved == step:
+        elif self._is_saved(step):
             message = "this step is committed already"
         else:
             took = "another process has no time" if self._took is None else f"the last one took {self._took:.1f} s"
@@ -354,6 +355,9 @@ class Saver:
         self._log.add("preempted", step, message=message)
         self.preempted = True
         return fits
+
+    def _is_saved(self, step: int) -> bool:
+        return bool(self._newest) and self._newest[-1] == step
 
     def _all_say(self, here: bool) -> bool:
         group = _processes.group("fits", self._timeout)
@@ -367,11 +371,25 @@ class Saver:
     # --- a save ---
 
     def _start(
-        self, step: int, state: Any, metrics: dict[str, Any] | None, metadata: Any, *, milestone: bool = False
+        self,
+        step: int,
+        state: Any,
+        metrics: dict[str, Any] | None,
+        metadata: Any,
+        *,
+        milestone: bool,
+        wait: bool = False,
     ) -> bool:
-        """The part of a save that training waits for; False if it is declined."""
+        """The part of a save that training waits for; False if it is declined, unless it is to wait for its turn."""
+        self._check_thread()
         with self._starting:
-            return self._started(step, state, metrics, metadata, milestone=milestone)
+            self._starter = threading.current_thread()
+            try:
+                if wait:
+                    self._idle.wait()
+                return self._started(step, state, metrics, metadata, milestone=milestone)
+            finally:
+                self._starter = None
 
     def _started(
         self, step: int, state: Any, metrics: dict[str, Any] | None, metadata: Any, *, milestone: bool
@@ -466,7 +484,7 @@ class Saver:
         else:
             self._took = time.perf_counter() - started
             self._before = manifest.health
-            self._failures, self._saved, self.last_error = [], job.step, None
+            self._failures, self.last_error = [], None
             self._newest.append(job.step)
             seconds = {"blocked": job.blocked, **manifest.seconds, "all": self._took}
             self._log.add("committed", job.step, bytes=manifest.nbytes, seconds=seconds)

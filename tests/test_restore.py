@@ -202,7 +202,8 @@ def test_messages_say_what_to_do(tmp_path):
 
 def test_a_report_reads_as_a_sentence(tmp_path):
     ck.save(tmp_path / "1", {"w": np.ones(2)})
-    assert str(ck.verify(tmp_path / "1")) == f"{tmp_path}/1 is whole (chunks): 1 chunk read back, 16 B"
-    assert str(ck.verify(tmp_path / "1", level="files")) == f"{tmp_path}/1 is whole (files)"
+    whole = str(ck.verify(tmp_path / "1"))
+    assert whole.startswith(f"{tmp_path}/1: 1 chunks read back, all as they were saved (16 B, ")
+    assert str(ck.verify(tmp_path / "1", level="files")).startswith(f"{tmp_path}/1: all files there (")
     (tmp_path / "1" / "MANIFEST.json").write_text("{}")
-    assert str(ck.verify(tmp_path / "1")).startswith(f"{tmp_path}/1 is damaged in 1 place:\n  MANIFEST.json")
+    assert str(ck.verify(tmp_path / "1")).startswith(f"{tmp_path}/1: damaged in 1 place:\n  MANIFEST.json")

@@ -308,6 +308,27 @@ def test_c103_a_rank_that_dies_hangs_or_fails_costs_its_save_only(tmp_path, coun
     assert not [name for name in os.listdir(tmp_path) if "tmp" in name]
 
 
+def test_all_that_are_silent_are_named(tmp_path):
+    run = Run(
+        """
+        from jax._src import distributed
+        saver = ck.Saver(root, timeout=6, on_event=print_event)
+        if index in (1, 3):
+            _arrays.write = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)
+        saver.save(1, state_at(1))
+        saver._idle.wait()
+        if index == 0: agree("2 has told", distributed.global_state.client.blocking_key_value_get("told", 30000) == "2")
+        else: distributed.global_state.client.key_value_set("told", "2")
+        os._exit(0)
+        """,
+        tmp_path,
+        4,
+    )
+    _, out = run.wait()
+    for told in (out[0], out[2]):
+        assert "processes 1, 3 did not get through the phase `write` within 6 s" in told
+
+
 def test_what_a_failure_of_process_0_does_to_the_others_names_its_cause(tmp_path):
     """Process 1 is still writing when the folder goes: what it tells of is why, not that its own write failed."""
     out = fine(

@@ -21,7 +21,7 @@ import optax
 import pytest
 
 import ckpt_jax as ck
-from ckpt_jax import _arrays, _snapshot
+from ckpt_jax import _agree, _arrays, _save, _snapshot
 from ckpt_jax._events import Event
 from tests.trees import same
 
@@ -648,6 +648,7 @@ def test_metrics_may_be_arrays_of_one_number(memory):
         ({"metrics": [1.0]}, "metrics is a dict, not list"),
         ({"metrics": {"loss": np.zeros(3)}}, r"the metric 'loss' is a number, not float64\[3\]"),
         ({"metrics": {"loss": object()}}, "metrics: plain data"),
+        ({"metrics": {"at": np.datetime64("2026-01-01")}}, "the metric 'at' is a number"),
         ({"milestone": 1}, "milestone is True or False, not 1"),
     ],
 )
@@ -663,8 +664,8 @@ def test_what_could_not_be_read_again_is_refused_at_the_call(memory, named, mess
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("raised", [OSError("no"), SystemExit("enough"), KeyboardInterrupt()])
-def test_whatever_a_callback_raises_the_writer_lives_on(memory, raised):
-    """Also where the warning of it is an error."""
+def test_whatever_a_callback_raises_the_writer_lives_on(memory, raised, capsys):
+    """Also where the warning of it is an error; then it is told on stderr."""
 
     def fails(event):
         if threading.current_thread() is not threading.main_thread():
@@ -674,6 +675,7 @@ def test_whatever_a_callback_raises_the_writer_lives_on(memory, raised):
         for step in (1, 2, 3):
             saver.save(step, {"w": np.zeros(2)})
     assert ck.steps(memory) == [1, 2, 3]
+    assert "on_event failed at step 3 written: write" in capsys.readouterr().err
 
 
 def test_ctrl_c_in_a_callback_leaves_nothing_to_wait_for(memory):
@@ -688,20 +690,39 @@ def test_ctrl_c_in_a_callback_leaves_nothing_to_wait_for(memory):
     assert ck.steps(memory) == [2]
 
 
-@pytest.mark.parametrize("method", ["save", "wait", "close"])
-def test_a_callback_in_the_writers_thread_cannot_wait_for_it(memory, method):
+@pytest.mark.parametrize("method", ["save", "step", "wait", "close"])
+@pytest.mark.parametrize("kind", ["snapshot", "committed"])
+def test_a_callback_in_the_middle_of_a_save_cannot_wait_for_it(memory, method, kind):
+    """In the training loop's thread, and in the writer's."""
     told: list[str] = []
 
     def calls(event):
-        if event.kind == "committed":
+        if event.kind == kind:
             try:
-                saver.save(2, {"w": 1}) if method == "save" else getattr(saver, method)()
+                getattr(saver, method)(*([2, {"w": 1}] if method in ("save", "step") else []))
             except RuntimeError as error:
                 told.append(str(error))
 
-    with ck.Saver(memory, on_event=calls) as saver:
+    with ck.Saver(memory, every=ck.Every(steps=1), on_event=calls) as saver:
         saver.save(1, {"w": np.zeros(2)})
-    assert told == ["on_event runs in the thread that writes: it cannot wait for a save, nor begin one"]
+    assert told == ["on_event is called in the middle of a save: it cannot wait for one, nor begin one"]
+    assert ck.steps(memory) == [1]
+
+
+def test_a_manifest_that_could_not_be_read_again_is_not_committed(memory, monkeypatch):
+    """Whatever got past the checks at the call."""
+    monkeypatch.setattr(_save, "_milestone", lambda milestone: milestone)
+    with pytest.raises(ck.Corrupt, match="milestone"), ck.Saver(memory) as saver:
+        saver.save(1, {"w": np.zeros(2)}, milestone=1)  # pyright: ignore[reportArgumentType]
+    assert ck.steps(memory) == ck.steps(memory, bad=True) == []
+
+
+def test_what_was_agreed_on_for_a_later_step_comes_after_going_back():
+    meeting = _agree.Meeting(None, 0, 1, "", print)
+    meeting.passed(250)
+    meeting._agreed.add(("save", 251))
+    meeting.back_to(100)
+    assert meeting.passed(101) == {"save"}
 
 
 def test_a_run_that_goes_on_from_an_earlier_step_keeps_its_own(memory):
@@ -727,6 +748,7 @@ def test_saves_from_several_threads_are_all_made(memory):
             thread.start()
         for thread in threads:
             thread.join()
+        assert saver.skipped == 0
     assert ck.steps(memory) == list(range(8))
 
 
