@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,6 +150,8 @@ def _run(program: str, place: Path, steps: int, processes: int, *, timeout: floa
         )
         children.append((child, output))
     try:
+        if kill_at:
+            _kill([child for child, _ in children], records, timeout)
         for index, (child, _) in enumerate(children):
             code = child.wait(timeout)
             if code != (-signal.SIGKILL if kill_at else 0):
@@ -166,6 +169,22 @@ def _run(program: str, place: Path, steps: int, processes: int, *, timeout: floa
             child.wait()
             output.close()
     return _records(records)
+
+
+def _kill(children: list[subprocess.Popen[bytes]], records: list[Path], timeout: float) -> None:
+    """Kills all processes once each is at its step, or one has ended by itself."""
+    end = time.monotonic() + timeout
+    while not all(_ready(record).exists() for record in records) and all(child.poll() is None for child in children):
+        if time.monotonic() > end:
+            raise subprocess.TimeoutExpired(children[0].args, timeout)
+        time.sleep(0.01)
+    for child in reversed(children):  # Process 0 last: JAX itself ends the others, otherwise, when it goes.
+        child.kill()
+
+
+def _ready(record: str | Path) -> Path:
+    """The file by which a process says that it is at the step after which it is to be killed."""
+    return Path(f"{record}.ready")
 
 
 def _records(paths: list[Path]) -> Record:
@@ -245,7 +264,9 @@ def _child(task: dict[str, Any]) -> None:
             record.flush()
             if step == task["kill_at"]:
                 _wait_for_saves()
-                os.kill(os.getpid(), signal.SIGKILL)
+                _ready(task["record"]).touch()
+                while True:  # Until it is killed; other signals may come.
+                    signal.pause()
 
 
 def _yielded(program: str, found: Any) -> Iterator[tuple[Any, Any, Any]]:
