@@ -1,6 +1,6 @@
 """What to say about damage: which leaf, which chunk, which file (no JAX)."""
 
-from . import _arrays, _commit, _manifest
+from . import _commit, _manifest, _reading
 from ._manifest import Manifest
 from ._ocdbt import Tree
 from ._storage import Folder
@@ -23,7 +23,7 @@ def gone(place: Folder) -> NotFound:
     )
 
 
-def unreadable(place: Folder, manifest: Manifest, bad: list[tuple[_arrays.Wanted, str]]) -> Exception:
+def unreadable(place: Folder, manifest: Manifest, bad: list[tuple[_reading.Wanted, str]]) -> Exception:
     """What to say about chunks that did not come back as they were written."""
     return vanished(place, manifest) or damaged(place, chunk_faults(place, manifest, bad))
 
@@ -34,7 +34,7 @@ def vanished(place: Folder, manifest: Manifest) -> NotFound | None:
     return None if now is not None and manifest.seal.encode() in now[-100:] else gone(place)
 
 
-def chunk_faults(place: Folder, manifest: Manifest, bad: list[tuple[_arrays.Wanted, str]]) -> list[Fault]:
+def chunk_faults(place: Folder, manifest: Manifest, bad: list[tuple[_reading.Wanted, str]]) -> list[Fault]:
     tree = Tree(place / manifest.state, manifest.state_files)
     faults = []
     for chunk, found in bad:

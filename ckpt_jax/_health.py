@@ -11,8 +11,8 @@ import ml_dtypes
 import numpy as np
 
 from . import _manifest, _values
-from ._arrays import Chunk
 from ._manifest import Leaf
+from ._writing import Chunk
 from .errors import Fault, Unhealthy
 
 BLOCK = 1 << 18  # Values squared at a time: a megabyte of float32, so that sums of squares stay exact enough.

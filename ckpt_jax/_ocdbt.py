@@ -19,7 +19,7 @@ NODES = 16  # Nodes kept: keys are asked for nearly in order.
 
 _VARINT = 10  # Bytes of the longest.
 _NOWHERE = 2**64 - 1  # The offset of the root of an empty tree.
-_MANIFEST_MAGIC, _NODE_MAGIC = bytes.fromhex("0cdb3a2a"), bytes.fromhex("0cdb20de")
+MANIFEST_MAGIC, NODE_MAGIC = bytes.fromhex("0cdb3a2a"), bytes.fromhex("0cdb20de")
 
 
 class Value(msgspec.Struct, gc=False):
@@ -211,7 +211,7 @@ class _Reader:
 
 def _root(data: bytes) -> _Reference | None:
     """The root of the newest version; None if it is empty."""
-    reader = _Reader(data, _MANIFEST_MAGIC)
+    reader = _Reader(data, MANIFEST_MAGIC)
     reader.take(16)  # uuid
     if reader.varint():
         raise ValueError("a manifest in several files")
@@ -232,7 +232,7 @@ def _root(data: bytes) -> _Reference | None:
 
 
 def _node(data: bytes, at: _Reference) -> _Leaf | _Interior:
-    reader = _Reader(data, _NODE_MAGIC)
+    reader = _Reader(data, NODE_MAGIC)
     (height,) = reader.take(1)
     if height != at.height:  # So every way down has an end.
         raise ValueError("another height")

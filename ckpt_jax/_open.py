@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from . import _arrays, _chunks, _commit, _faults, _manifest, _storage, _structure, _values
+from . import _chunks, _commit, _faults, _manifest, _reading, _storage, _structure, _values, _zarr
 from ._manifest import Leaf, Manifest
 from ._structure import Node
 
@@ -129,7 +129,7 @@ class Checkpoint(Mapping[str, LazyArray]):
     def __init__(self, place: _storage.Folder, manifest: Manifest):
         self.path, self.manifest = place.url, manifest
         self._place = place
-        self._source: _arrays.Source | None = None
+        self._source: _reading.Source | None = None
 
     @property
     def step(self) -> int | None:
@@ -165,18 +165,18 @@ class Checkpoint(Mapping[str, LazyArray]):
         if self._source is None:
             if self._place.local and (faults := _faults.of_files(self._place, self.manifest)):
                 raise _faults.damaged(self._place, faults)  # Or an array might be larger than what could fill it.
-            self._source = _arrays.Source(self._place / self.manifest.state, self.manifest.state_files)
+            self._source = _reading.Source(self._place / self.manifest.state, self.manifest.state_files)
         values = np.empty(_chunks.extent(box), leaf.dtype)
-        requests = _arrays.wanted(name, leaf, _chunks.covering(box, leaf.chunk))
+        requests = _reading.wanted(name, leaf, _chunks.covering(box, leaf.chunk))
 
-        def use(chunk: _arrays.Wanted, data: memoryview) -> bool:
+        def use(chunk: _reading.Wanted, data: memoryview) -> bool:
             cell = _chunks.cell(chunk.coords, leaf.chunk, leaf.shape)
             if (shared := _chunks.overlap(box, cell)) is not None:
-                source = np.frombuffer(data, _arrays.little(leaf.dtype)).reshape(leaf.chunk)
+                source = np.frombuffer(data, _zarr.little(leaf.dtype)).reshape(leaf.chunk)
                 values[_chunks.slices(shared, box)] = source[_chunks.slices(shared, cell)]
             return True
 
-        answers = _arrays.read(requests, [self._source], use)
+        answers = _reading.read(requests, [self._source], use)
         bad = [(chunk, found) for chunk, done, found in answers if done is None]
         if bad:
             raise _faults.unreadable(self._place, self.manifest, bad)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from . import _arrays, _chunks, _leaves, _values
+from . import _chunks, _leaves, _reading, _values, _zarr
 from ._chunks import Box, Shape
 from ._leaves import Target
 from ._manifest import Leaf
@@ -51,7 +51,7 @@ class Staging:
 
     def __init__(self, limit: int):
         self._limit, self._reserved = limit, 0
-        self._buffers = _arrays.Buffers(limit)
+        self._buffers = _reading.Buffers(limit)
         self._lock = threading.Lock()
 
     def reserve(self, size: int, *, force: bool) -> bool:
@@ -132,7 +132,7 @@ class Plan:
         return contextlib.nullcontext() if _leaves.x64() == self.x64 else jax.enable_x64(self.x64)
 
     def _add(self, coords: Shape, data: memoryview) -> bool:
-        values = np.frombuffer(data, _arrays.little(self.leaf.dtype)).reshape(self.leaf.chunk)
+        values = np.frombuffer(data, _zarr.little(self.leaf.dtype)).reshape(self.leaf.chunk)
         cell = self._cell(coords)
         for box in self.chunks[coords]:
             if box == cell and self.home is not None:  # Just one piece: no copy but the one to the devices.
@@ -163,7 +163,7 @@ class Plan:
 
     def alone(self, data: memoryview) -> Any:
         """The leaf from its only chunk, which is all that this process needs of it: most leaves of most trees."""
-        values = np.frombuffer(data, _arrays.little(self.leaf.dtype)).reshape(self.leaf.chunk)
+        values = np.frombuffer(data, _zarr.little(self.leaf.dtype)).reshape(self.leaf.chunk)
         cell = self._cell(next(iter(self.chunks)))
         piece = values[_up_to(cell)]
         with self._as_called():
@@ -355,7 +355,7 @@ def _shards(piece: np.ndarray, box: Box, home: _Home) -> list[jax.Array]:
 
 
 def _typed(piece: np.ndarray, dtype: str) -> np.ndarray:
-    return piece if piece.dtype == _arrays.little(dtype) else converted(piece, dtype)
+    return piece if piece.dtype == _zarr.little(dtype) else converted(piece, dtype)
 
 
 def _default_device() -> Any:

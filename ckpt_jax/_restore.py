@@ -12,13 +12,13 @@ import msgspec
 import numpy as np
 
 from . import (
-    _arrays,
     _commit,
     _faults,
     _leaves,
     _manifest,
     _place,
     _processes,
+    _reading,
     _storage,
     _structure,
     _tree,
@@ -501,26 +501,26 @@ def _from_int(value: int, dtype: str) -> np.ndarray:
 
 
 def _read_arrays(place: _storage.Folder, manifest: Manifest, pairs: dict[str, tuple[Leaf, Target]]) -> dict[str, Any]:
-    source = _arrays.Source(place / manifest.state, manifest.state_files)
-    staging = _place.Staging(_arrays.WINDOW // 2)
+    source = _reading.Source(place / manifest.state, manifest.state_files)
+    staging = _place.Staging(_reading.WINDOW // 2)
     plans: dict[str, _place.Plan] = {}
     values: dict[str, Any] = {}
     unfit: dict[str, Fault] = {}
-    bad: list[tuple[_arrays.Wanted, str]] = []
+    bad: list[tuple[_reading.Wanted, str]] = []
 
-    def requests() -> Iterator[_arrays.Wanted]:
+    def requests() -> Iterator[_reading.Wanted]:
         for name, (leaf, want) in pairs.items():
             plan = _place.Plan(leaf, want, staging)
             if plan.chunks:
                 plans[name] = plan
-                yield from _arrays.wanted(name, leaf, plan.chunks)
+                yield from _reading.wanted(name, leaf, plan.chunks)
             else:
                 values[name] = plan.finish()
 
-    def room(chunk: _arrays.Wanted, force: bool) -> bool:
+    def room(chunk: _reading.Wanted, force: bool) -> bool:
         return plans[chunk.name].reserve(chunk.coords, force=force)
 
-    def use(chunk: _arrays.Wanted, data: memoryview) -> Any:
+    def use(chunk: _reading.Wanted, data: memoryview) -> Any:
         plan = plans[chunk.name]
         try:
             return (plan.alone(data),) if plan.is_alone else plan.add(chunk.coords, data)
@@ -528,7 +528,7 @@ def _read_arrays(place: _storage.Folder, manifest: Manifest, pairs: dict[str, tu
             unfit[chunk.name] = Fault(chunk.name, f"values that fit in {plan.want.dtype}", str(error))
             return False
 
-    for chunk, done, found in _arrays.read(requests(), [source], use, room=room):
+    for chunk, done, found in _reading.read(requests(), [source], use, room=room):
         if done is None:
             bad.append((chunk, found))
         elif isinstance(done, tuple):

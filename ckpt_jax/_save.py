@@ -16,7 +16,6 @@ import numpy as np
 import xxhash
 
 from . import (
-    _arrays,
     _commit,
     _health,
     _leaves,
@@ -28,6 +27,7 @@ from . import (
     _storage,
     _tree,
     _values,
+    _writing,
 )
 from ._manifest import File, Leaf, Manifest, Part
 from ._snapshot import Snapshot
@@ -126,7 +126,7 @@ def fingerprints(tree: Any, group: _processes.Group) -> dict[tuple[str, int], st
     """The digests of this process's chunks, read here and now by the plain way."""
     encoded = _leaves.encode_all(_tree.flatten(tree).leaves)
     snapshot = _snapshot.take(encoded, group.index, group.count)
-    return _arrays.digests(snapshot.leaves, snapshot.chunks)
+    return _writing.digests(snapshot.leaves, snapshot.chunks)
 
 
 def _step(target: _storage.Folder, step: int | None) -> int | None:
@@ -247,7 +247,7 @@ def _lead(
         if terms.health is not None:
             manifest.health = _health.merged([part.health for part in parts])
             _health.check(manifest.health, terms.before, terms.health, manifest.leaves)
-        _arrays.merge(attempt.folder / attempt.state, [attempt.process(i) for i in range(group.count)])
+        _writing.merge(attempt.folder / attempt.state, [attempt.process(i) for i in range(group.count)])
         _finish(attempt, manifest, parts, started)
     except BaseException as error:
         with contextlib.suppress(CheckpointError):  # Told first: the others' own writes fail once the folder goes.
@@ -292,10 +292,10 @@ def _write_part(
     place.make()
     head = group.index == 0
     extra = _scalars(manifest.leaves) if head else {}
-    scalars = (_arrays.Chunk(name, 0, (), value) for name, (_, value) in extra.items())
+    scalars = (_writing.Chunk(name, 0, (), value) for name, (_, value) in extra.items())
     sums = _health.Sums()
     chunks = snapshot.chunks if terms.health is None else sums.watch(snapshot.chunks)
-    digests = _arrays.write(
+    digests = _writing.write(
         place,
         manifest.leaves | {name: leaf for name, (leaf, _) in extra.items()},
         itertools.chain(chunks, scalars),

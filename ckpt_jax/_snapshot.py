@@ -11,10 +11,10 @@ import numpy as np
 import xxhash
 
 from . import _chunks
-from ._arrays import Chunk
 from ._chunks import Box, Shape
 from ._leaves import Encoded
 from ._manifest import Leaf
+from ._writing import Chunk
 
 ON_HOST = True  # A test says False, and CPU devices are treated like those of an accelerator.
 
@@ -26,6 +26,7 @@ class _Share(msgspec.Struct, gc=False):
     source: Any
     box: Box
     cells: list[tuple[Shape, int, Box]]
+    is_still: bool  # Nobody changes the values: they are JAX's, or a copy.
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class Snapshot:
             values = np.asarray(share.source)
             for coords, at, cell in share.cells:
                 part = values if cell == share.box else values[_chunks.slices(cell, share.box)]
-                yield Chunk(share.name, at, coords, part)
+                yield Chunk(share.name, at, coords, part, share.is_still)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,7 @@ def take(encoded: dict[str, Encoded], process: int = 0, processes: int = 1, *, h
                 # `addressable_shards` has the same order, and takes eight times as long.
                 source: Any = array if at is None else array.addressable_data(at)  # pyright: ignore[reportAttributeAccessIssue]
                 source = np.asarray(source) if on_host else _started(source, hold=hold)
-                snapshot.shares.append(_Share(name, source, box, mine))
+                snapshot.shares.append(_Share(name, source, box, mine, hold or sharding is not None))
     for share in snapshot.shares if hold else ():
         if type(share.source) is not np.ndarray and not _staged(share.source):
             share.source = np.asarray(share.source)  # Donation would delete it: here its copy has to be waited for.

@@ -5,13 +5,14 @@ import ctypes
 import errno
 import fcntl
 import functools
+import io
 import os
 import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from .errors import Exists, Fault, Unsupported
 
@@ -174,16 +175,25 @@ class Folder:
 
     # --- writing ---
 
-    @_os_errors
     def write(self, name: str, data: bytes) -> None:
         """Writes a file and makes it durable; its folder's entry is made durable by `sync`."""
-        if not self.local:
-            _kv(self).write(name, data).result()
-            return
-        with open(self._path(name), "wb") as file:
+        with self.writing(name) as file:
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+
+    @contextlib.contextmanager
+    def writing(self, name: str) -> Iterator[IO[bytes]]:
+        """A file to be written piece by piece, which is durable in the end, as by `write`."""
+        with failures(self):
+            if not self.local:
+                file = io.BytesIO()
+                yield file
+                _kv(self).write(name, file.getvalue()).result()
+                return
+            # A small buffer, which large pieces go past.
+            with _naming(self._path(name)), open(self._path(name), "wb", buffering=64 << 10) as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
 
     def replace(self, name: str, data: bytes) -> None:
         """Puts a file in the place of another at once and durably: a reader sees the old one or the new one, whole."""
@@ -436,6 +446,16 @@ def _modified(path: str) -> float:
         return os.lstat(path).st_mtime
     except OSError:
         return 0
+
+
+@contextlib.contextmanager
+def _naming(path: str) -> Iterator[None]:
+    """Says which file an OSError is about, where Python does not."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or path
+        raise
 
 
 def _unless_gone(_: Any, path: str, failure: Any) -> None:

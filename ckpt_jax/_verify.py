@@ -7,7 +7,7 @@ from typing import Literal
 
 import xxhash
 
-from . import _arrays, _chunks, _commit, _faults, _storage, _values
+from . import _chunks, _commit, _faults, _reading, _storage, _values, _zarr
 from ._manifest import Manifest
 from .errors import CheckpointError, Fault, NotFound
 
@@ -98,14 +98,14 @@ def progress(path: _storage.PathLike, level: Level = "chunks") -> Iterator[tuple
         faults += _sidecar_faults(place, manifest, {fault.place for fault in faults})
         total = manifest.nbytes
         bad = []
-        source = _arrays.Source(place / manifest.state, manifest.state_files)
+        source = _reading.Source(place / manifest.state, manifest.state_files)
         requests = (
             chunk
             for name, leaf in manifest.leaves.items()
             if leaf.stored
-            for chunk in _arrays.wanted(name, leaf, _chunks.covering(_chunks.whole(leaf.shape), leaf.chunk))
+            for chunk in _reading.wanted(name, leaf, _chunks.covering(_chunks.whole(leaf.shape), leaf.chunk))
         )
-        for chunk, done_with, found in _arrays.read(requests, [source]):
+        for chunk, done_with, found in _reading.read(requests, [source]):
             if done_with is None:
                 bad.append((chunk, found))
             chunks += 1
@@ -134,16 +134,16 @@ def _sidecar_faults(place: _storage.Folder, manifest: Manifest, known: set[str])
             yield Fault(path, f"digest {file.digest[:12]}…", f"{found[:12]}…")
 
 
-def _header_faults(store: "_arrays.ts.KvStore", manifest: Manifest) -> Iterator[Fault]:
+def _header_faults(store: "_reading.ts.KvStore", manifest: Manifest) -> Iterator[Fault]:
     """Where an array's own zarr.json, by which others read it, does not say what the manifest does."""
     stored = {name: leaf for name, leaf in manifest.leaves.items() if leaf.stored}
     reads = {name: store.read(f"{name}/zarr.json") for name in stored}
     for name, future in reads.items():
-        expected = _arrays.zarr_json(stored[name])
+        expected = _zarr.zarr_json(stored[name])
         try:
             answer = future.result()
             found = "nothing" if answer.state != "value" else "" if answer.value == expected else "another"
         except (ValueError, OSError) as error:
-            found = _arrays.short(error)
+            found = _reading.short(error)
         if found:
             yield Fault(name, "its zarr.json as it was written", found)

@@ -24,7 +24,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ckpt_jax as ck
-from ckpt_jax import _arrays, _chunks, _commit
+from ckpt_jax import _chunks, _commit, _reading, _writing, _zarr
 
 from .cells import cells_of
 
@@ -93,8 +93,8 @@ def _leaf(leaf: Any) -> Any:
 @pytest.fixture(scope="module", autouse=True)
 def _small() -> Iterator[None]:
     """Chunks of at most 2 kB, data files of 8 kB, tree nodes of 4 kB: a small checkpoint has several of each."""
-    config = _arrays._CONFIG | {"max_decoded_node_bytes": 4096}
-    with mock.patch.multiple(_arrays, DATA_FILE=8 << 10, _CONFIG=config), cells_of(2048):
+    config = _writing._CONFIG | {"max_decoded_node_bytes": 4096}
+    with mock.patch.multiple(_writing, DATA_FILE=8 << 10, _CONFIG=config), cells_of(2048):
         yield
 
 
@@ -416,7 +416,7 @@ def _chunk_bytes(world: World, name: str, coords: tuple[int, ...], step: int = 2
     for path in (world.root / str(step)).rglob("d/*"):
         data = path.read_bytes()
         if (at := data.find(raw)) >= 0:
-            return path, at, data[at : at + len(raw) + _arrays.CRC]
+            return path, at, data[at : at + len(raw) + _zarr.CRC]
     raise AssertionError(f"{name} {coords} is in no data file")
 
 
@@ -498,7 +498,7 @@ def test_every_key_rewritten_through_tensorstore_is_found(copy: World, tmp_path:
     """Whoever writes to the store leaves every checksum but ours as it should be."""
     state, good = copy.step / "state", tmp_path / "good"
     shutil.copytree(state, good)
-    older = _arrays.open_store(_commit.Folder(str(copy.root / "100" / "state")))
+    older = _reading.open_store(_commit.Folder(str(copy.root / "100" / "state")))
     keys = [key.decode() for key in older.list().result()]
     leaves = ck.open(copy.step).manifest.leaves
     rng = random.Random(2)
@@ -509,9 +509,9 @@ def test_every_key_rewritten_through_tensorstore_is_found(copy: World, tmp_path:
         chunks = sorted(rng.sample(chunks, 20))
     silent = []
     for key in chunks:
-        store = _arrays.open_store(_commit.Folder(str(state)))
+        store = _reading.open_store(_commit.Folder(str(state)))
         old, stale = store.read(key).result().value, older.read(key).result().value
-        zeros = bytes(len(old) - 4) + _arrays.crc32c.crc32c(bytes(len(old) - 4)).to_bytes(4, "little")
+        zeros = bytes(len(old) - 4) + _writing.crc32c.crc32c(bytes(len(old) - 4)).to_bytes(4, "little")
         for new in (None, stale, zeros, old[:-1], old + b"\0", b""):
             if new == old:
                 continue
@@ -537,7 +537,7 @@ def test_every_key_rewritten_through_tensorstore_is_found(copy: World, tmp_path:
 @needs_8_devices
 def test_an_array_that_describes_itself_otherwise_is_found_by_verify(copy: World) -> None:
     """We never read zarr.json, so our values are right; others would read wrong ones."""
-    store = _arrays.open_store(_commit.Folder(str(copy.step / "state")))
+    store = _reading.open_store(_commit.Folder(str(copy.step / "state")))
     was = store.read("w/zarr.json").result().value
     store.write("w/zarr.json", was.replace(b'"float32"', b'"int32"')).result()
     with mock.patch.object(_commit, "missing_files", return_value=[]):

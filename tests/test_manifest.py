@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from jax import random
 
 import ckpt_jax as ck
-from ckpt_jax import _arrays, _manifest
+from ckpt_jax import _manifest, _writing
 from ckpt_jax._manifest import File, Leaf, Manifest, Node, Part
 
 HERE = "gs://bucket/run/100"
@@ -702,7 +702,7 @@ def test_a_store_that_was_made_with_other_settings_is_read(tmp_path: Path) -> No
     """What a writer chooses must not bind later readers."""
     tree = {"w": np.arange(1000.0), "b": np.ones(3), "n": 5}
     config = {"max_inline_value_bytes": 10, "max_decoded_node_bytes": 4096, "compression": {"id": "zstd", "level": 3}}
-    with mock.patch.object(_arrays, "_CONFIG", config):
+    with mock.patch.object(_writing, "_CONFIG", config):
         ck.save(tmp_path / "1", tree)
     assert ck.verify(tmp_path / "1").faults == ()
     np.testing.assert_array_equal(ck.restore(tmp_path / "1")["w"], tree["w"])

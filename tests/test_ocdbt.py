@@ -2,14 +2,18 @@
 
 import os
 import string
+from unittest import mock
 
+import numpy as np
 import pytest
 import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_jax import _arrays, _storage
-from ckpt_jax._ocdbt import Tree
+from ckpt_jax import _reading, _storage, _writing
+from ckpt_jax._manifest import Leaf
+from ckpt_jax._ocdbt import Tree, Value
+from ckpt_jax._ocdbt_writer import write_tree
 
 
 def written(path, values: dict[bytes, bytes], **config) -> tuple[ts.KvStore, Tree]:
@@ -83,11 +87,11 @@ def test_several_processes_trees_are_one(tmp_path):
     """Their data files keep their places: `ocdbt.process_N/d/…`."""
     for process in range(3):
         values = {b"%d/%d" % (process, i): b"x" * 2000 for i in range(50)}
-        written(tmp_path / f"ocdbt.process_{process}", values, **_arrays._CONFIG)
+        written(tmp_path / f"ocdbt.process_{process}", values, **_writing._CONFIG)
     place = _storage.folder(tmp_path)
-    _arrays.merge(place, [place / f"ocdbt.process_{i}" for i in range(3)])
+    _writing.merge(place, [place / f"ocdbt.process_{i}" for i in range(3)])
     tree = Tree(place, place.files())
-    assert agree(tmp_path, _arrays.open_store(place), tree) == 150
+    assert agree(tmp_path, _reading.open_store(place), tree) == 150
     value = tree.find("2/7")
     assert value is not None
     assert value.file.startswith("ocdbt.process_2/d/")
@@ -120,3 +124,93 @@ def test_no_flip_or_cut_gives_a_wrong_value(tmp_path, file):
                 seen += found is None
         path.write_bytes(whole)
     assert seen > 100
+
+
+# --- written ----------------------------------------------------------------------------------------------------------
+
+
+def write(path, values: dict[bytes, bytes], *, inline=20, node_bytes=8 << 20) -> None:
+    """Values in two data files and in the tree."""
+    place = _storage.folder(path)
+    place.make("d")
+    where = {}
+    with place.writing("d/0") as a, place.writing("d/1") as b:
+        for number, (key, value) in enumerate(values.items()):
+            file = (a, b)[number % 2]
+            elsewhere = len(value) > inline
+            where[key] = Value(f"d/{number % 2}", file.tell(), len(value)) if elsewhere else Value("", data=value)
+            file.write(value if elsewhere else b"")
+    write_tree(place, "d/tree", where, inline, node_bytes)
+
+
+KEYS = st.text(string.printable + "éß", min_size=1, max_size=12).map(str.encode)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.dictionaries(KEYS, st.binary(max_size=40)), st.sampled_from([40, 200, 8 << 20]))
+def test_tensorstore_reads_what_we_write(tmp_path_factory, values, node_bytes):
+    """In one node, and in a tree of two floors; as it is, and merged."""
+    top = tmp_path_factory.mktemp("tree")
+    path = top / "ocdbt.process_0"
+    write(path, values, node_bytes=node_bytes)
+    place = _storage.folder(path)
+    store = ts.KvStore.open({"driver": "ocdbt", "base": place.spec()}).result()
+    assert {key: store[key] for key in store.list().result()} == values
+    assert agree(path, store, Tree(place, place.files())) == len(values)
+    with mock.patch.dict(_writing._CONFIG, max_inline_value_bytes=20, max_decoded_node_bytes=node_bytes):
+        _writing.merge(_storage.folder(top), [place])
+    merged = ts.KvStore.open({"driver": "ocdbt", "base": _storage.folder(top).spec()}).result()
+    assert {key: merged[key] for key in merged.list().result()} == values
+
+
+def test_a_key_space_that_we_wrote_can_be_written_on_by_tensorstore(tmp_path):
+    """Its generation, statistics and limits are such that it goes on from them."""
+    values = {b"%04d" % i: bytes([i % 256]) * (i % 50) for i in range(300)}
+    write(tmp_path, values, node_bytes=2000)
+    store = ts.KvStore.open({"driver": "ocdbt", "base": _storage.folder(tmp_path).spec()}).result()
+    store[b"0007"] = b"another"
+    del store[b"0008"]
+    again = ts.KvStore.open({"driver": "ocdbt", "base": _storage.folder(tmp_path).spec()}).result()
+    del values[b"0008"]
+    assert {key: again[key] for key in again.list().result()} == values | {b"0007": b"another"}
+
+
+def test_large_numbers_are_written_as_they_are_read(tmp_path):
+    """Offsets beyond 2^32 need no file of that size to be told."""
+    place = _storage.folder(tmp_path)
+    place.make("d")
+    far = {f"k{i}".encode(): Value("d/0", 2**i, 2**i - 1) for i in range(1, 63)}
+    write_tree(place, "d/tree", far, 0, 8 << 20)
+    tree = Tree(place, ["manifest.ocdbt", "d/tree"])
+    assert {key: tree.find(key.decode()) for key in far} == far
+
+
+# --- a chunk's bytes --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_still", [False, True])
+def test_what_others_may_change_is_copied_before_it_is_digested(is_still):
+    """Else what is digested may not be what is written, and the checkpoint could not be read."""
+    values = np.arange(6, dtype=np.float32).reshape(2, 3)
+    leaf = Leaf("array", dtype="float32", shape=(2, 3), chunk=(2, 3))
+    data = _writing._laid_out(_writing.Chunk("a", 0, (0, 0), values, is_still), leaf, bytearray(24))
+    assert bytes(data) == values.tobytes()
+    assert np.shares_memory(np.frombuffer(data, np.uint8), values) == is_still
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        np.arange(6, dtype=np.float32).reshape(3, 2).T,
+        np.arange(6, dtype=">f4").reshape(2, 3),
+        np.arange(12, dtype=np.float32).reshape(2, 6)[:, ::2],
+        np.arange(4, dtype=np.float32).reshape(2, 2),
+    ],
+    ids=["Fortran order", "big-endian", "strided", "an edge"],
+)
+def test_what_lies_otherwise_than_on_disk_is_laid_out(values):
+    leaf = Leaf("array", dtype="float32", shape=(2, 3), chunk=(2, 3))
+    data = _writing._laid_out(_writing.Chunk("a", 0, (0, 0), values, True), leaf, bytearray(b"x" * 24))
+    expected = np.zeros((2, 3), "<f4")
+    expected[:, : values.shape[1]] = values
+    assert bytes(data) == expected.tobytes()

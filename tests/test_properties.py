@@ -22,7 +22,7 @@ from hypothesis.extra import numpy as hnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ckpt_jax as ck
-from ckpt_jax import _arrays, _chunks, _manifest, _open, _snapshot, _storage, _structure, _tree, _values
+from ckpt_jax import _chunks, _manifest, _open, _snapshot, _storage, _structure, _tree, _values, _zarr
 from ckpt_jax._leaves import Encoded
 from ckpt_jax._manifest import Leaf, Part
 
@@ -639,4 +639,4 @@ def test_any_scalar_comes_back_from_a_checkpoint(value: Any) -> None:
 @tries(len(NUMPY_DTYPES))
 def test_a_manifest_knows_how_many_bytes_an_element_takes(dtype: str) -> None:
     assert _manifest.itemsize(dtype) == np.dtype(dtype).itemsize
-    assert json.loads(_arrays.zarr_json(Leaf("array", dtype=dtype)))["node_type"] == "array"
+    assert json.loads(_zarr.zarr_json(Leaf("array", dtype=dtype)))["node_type"] == "array"

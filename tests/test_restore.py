@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ckpt_jax as ck
-from ckpt_jax import _arrays, _ocdbt, _place, _storage
+from ckpt_jax import _ocdbt, _place, _reading, _storage
 from tests.trees import same
 
 W = np.arange(512 * 64, dtype=np.float32).reshape(512, 64)
@@ -46,8 +46,8 @@ def test_each_chunk_is_read_once(tmp_path, memory, mesh8, monkeypatch, saved, wa
         reads[name, start] += 1
         return read_into(place, name, start, buffer)
 
-    open_store, read_into = _arrays.open_store, _storage.Folder.read_into
-    monkeypatch.setattr(_arrays, "open_store", lambda place: Counting(open_store(place)))
+    open_store, read_into = _reading.open_store, _storage.Folder.read_into
+    monkeypatch.setattr(_reading, "open_store", lambda place: Counting(open_store(place)))
     monkeypatch.setattr(_storage.Folder, "read_into", counting)
     like = {"w": jax.ShapeDtypeStruct(W.shape, W.dtype, sharding=NamedSharding(mesh8, wanted))}
     np.testing.assert_array_equal(ck.restore(path, like)["w"], W)
@@ -59,12 +59,12 @@ def test_another_source_is_asked_where_one_fails(tmp_path):
     tree = {"w": W}
     manifest = ck.save(tmp_path / "1", tree)
     ck.save(tmp_path / "2", {"w": W + 1})
-    place = [_arrays.Source(_storage.folder(tmp_path / step / "state"), manifest.state_files) for step in ("2", "1")]
+    place = [_reading.Source(_storage.folder(tmp_path / step / "state"), manifest.state_files) for step in ("2", "1")]
     leaf = manifest.leaves["w"]
-    ((_, data, found),) = _arrays.read(_arrays.wanted("w", leaf, [(0, 0)]), place, lambda chunk, data: bytes(data))
+    ((_, data, found),) = _reading.read(_reading.wanted("w", leaf, [(0, 0)]), place, lambda chunk, data: bytes(data))
     assert found == ""
     assert data == W.tobytes()
-    ((_, data, found),) = _arrays.read(_arrays.wanted("w", leaf, [(0, 0)]), place[:1])
+    ((_, data, found),) = _reading.read(_reading.wanted("w", leaf, [(0, 0)]), place[:1])
     assert data is None
     assert found.startswith("digest ")
 
@@ -107,12 +107,12 @@ def test_a_hundred_saves_and_restores_hold_no_memory(tmp_path, mesh8):
 def test_a_place_beyond_its_file_is_never_read(tmp_path, monkeypatch):
     """A stranger's tree may say any offset, also one that no system call takes."""
     manifest = ck.save(tmp_path / "1", {"w": W})
-    source = _arrays.Source(_storage.folder(tmp_path / "1" / "state"), manifest.state_files)
-    (chunk,) = _arrays.wanted("w", manifest.leaves["w"], [(0, 0)])
+    source = _reading.Source(_storage.folder(tmp_path / "1" / "state"), manifest.state_files)
+    (chunk,) = _reading.wanted("w", manifest.leaves["w"], [(0, 0)])
     value = source.find(chunk)
     for offset in (2**63, manifest.state_files[value.file], value.offset + 1):
         monkeypatch.setattr(source.tree, "find", lambda key, at=offset: _ocdbt.Value(value.file, at, value.length))
-        ((_, data, found),) = _arrays.read([chunk], [source], lambda chunk, data: bytes(data))
+        ((_, data, found),) = _reading.read([chunk], [source], lambda chunk, data: bytes(data))
         assert (data, found) == (W.tobytes(), ""), "TensorStore is asked"
 
 
@@ -126,7 +126,7 @@ def test_damage_in_a_large_leaf_before_another_is_told(tmp_path, mesh8):
     """No thread waits for memory that a leaf holds which will never be whole."""
     n = 41_000_000
     manifest = ck.save(tmp_path / "1", {"a": np.full(n, 1, np.float32), "b": np.full(n, 2, np.float32)})
-    source = _arrays.Source(_storage.folder(tmp_path / "1" / "state"), manifest.state_files)
+    source = _reading.Source(_storage.folder(tmp_path / "1" / "state"), manifest.state_files)
     value = source.tree.find("a/c/0")
     with (tmp_path / "1" / "state" / value.file).open("r+b") as file:
         file.seek(value.offset + 5)
@@ -140,14 +140,14 @@ def test_damage_in_a_large_leaf_before_another_is_told(tmp_path, mesh8):
 def test_what_befalls_a_thread_is_raised(tmp_path, monkeypatch):
     tree = {"a": np.zeros(10_000_000, np.float32), "b": np.zeros(40_000_000, np.float32)}
     ck.save(tmp_path / "1", tree)
-    take = _arrays.Buffers.take
+    take = _reading.Buffers.take
 
     def failing(self, size):
         if size == 40_000_000:
             raise MemoryError("no memory for 40 MB")
         return take(self, size)
 
-    monkeypatch.setattr(_arrays.Buffers, "take", failing)
+    monkeypatch.setattr(_reading.Buffers, "take", failing)
     like = {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in tree.items()}
     with pytest.raises(MemoryError, match="no memory"):
         ck.restore(tmp_path / "1", like)

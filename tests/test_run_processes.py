@@ -18,7 +18,7 @@ RUN = (
     HEAD
     + """
 import time, signal
-from ckpt_jax import _arrays, _commit, _save, saver as saver_module
+from ckpt_jax import _writing, _commit, _save, saver as saver_module
 def print_event(event):
     print(f"{index}: {event}", flush=True)
 def state_at(step):
@@ -123,12 +123,12 @@ barrier("told")
 def test_a_process_that_is_still_writing_declines_and_nothing_is_committed(tmp_path):
     out = fine(
         """
-        write = _arrays.write
+        write = _writing.write
         gate = __import__("threading").Event()
         def slow(*a, **k):
             if index == 1: gate.wait(60)
             return write(*a, **k)
-        _arrays.write = slow
+        _writing.write = slow
         with ck.Saver(root, every=ck.Every(steps=1), on_event=print_event) as saver:
             saver.step(1, state_at(1))
             time.sleep(0.5)
@@ -243,8 +243,8 @@ def before(owner, attribute, name):
     setattr(owner, attribute, call)
 before(_save, "prepare", "snapshot")
 before(_commit, "begin" if index == 0 else "join", "open")
-before(_arrays, "write", "write")
-before(_arrays, "merge", "merge")
+before(_writing, "write", "write")
+before(_writing, "merge", "merge")
 before(_save, "_finish", "manifest")
 before(_commit, "_put_in_place", "rename")
 publish = _save._processes.Group.publish
@@ -314,7 +314,7 @@ def test_all_that_are_silent_are_named(tmp_path):
         from jax._src import distributed
         saver = ck.Saver(root, timeout=6, on_event=print_event)
         if index in (1, 3):
-            _arrays.write = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)
+            _writing.write = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)
         saver.save(1, state_at(1))
         saver._idle.wait()
         if index == 0: agree("2 has told", distributed.global_state.client.blocking_key_value_get("told", 30000) == "2")
@@ -333,12 +333,12 @@ def test_what_a_failure_of_process_0_does_to_the_others_names_its_cause(tmp_path
     """Process 1 is still writing when the folder goes: what it tells of is why, not that its own write failed."""
     out = fine(
         """
-        write = _arrays.write
+        write = _writing.write
         def failing(*a, **k):
             if index == 0: raise OSError(5, "Input/output error")
             while __import__("glob").glob(root + "/*tmp*"): time.sleep(0.01)
             return write(*a, **k)
-        _arrays.write = failing
+        _writing.write = failing
         saver = ck.Saver(root, on_event=print_event)
         saver.save(1, state_at(1))
         saver._idle.wait()

@@ -21,7 +21,7 @@ import optax
 import pytest
 
 import ckpt_jax as ck
-from ckpt_jax import _agree, _arrays, _save, _snapshot
+from ckpt_jax import _agree, _save, _snapshot, _writing
 from ckpt_jax._events import Event
 from tests.trees import same
 
@@ -31,14 +31,14 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.open, self.waiting = threading.Event(), threading.Event()
-        write = _arrays.write
+        write = _writing.write
 
         def slow(*arguments: Any, **named: Any) -> Any:
             self.waiting.set()
             assert self.open.wait(60)
             return write(*arguments, **named)
 
-        monkeypatch.setattr(_arrays, "write", slow)
+        monkeypatch.setattr(_writing, "write", slow)
 
 
 @pytest.fixture
@@ -196,7 +196,7 @@ def test_every_minutes(memory, monkeypatch):
 
 
 def _failing(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
-    write, left = _arrays.write, [times]
+    write, left = _writing.write, [times]
 
     def fail(*arguments: Any, **named: Any) -> Any:
         if left[0]:
@@ -204,7 +204,7 @@ def _failing(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
             raise OSError(28, "No space left on device")
         return write(*arguments, **named)
 
-    monkeypatch.setattr(_arrays, "write", fail)
+    monkeypatch.setattr(_writing, "write", fail)
 
 
 def test_c056_a_failed_save_is_told_and_training_goes_on(root, monkeypatch):
@@ -449,13 +449,13 @@ CHILD = """
 import os, sys, time, signal
 os.environ["JAX_PLATFORMS"] = "cpu"
 import numpy as np, ckpt_jax as ck
-from ckpt_jax import _arrays
+from ckpt_jax import _writing
 root = sys.argv[1]
-write = _arrays.write
+write = _writing.write
 def slow(*a, **k):
     time.sleep(0.7)
     return write(*a, **k)
-_arrays.write = slow
+_writing.write = slow
 state = {"w": np.arange(10.0)}
 """
 
@@ -481,7 +481,7 @@ def test_a_save_that_is_lost_at_the_end_is_said_and_is_no_success(tmp_path):
     done = child(
         """
         def fail(*a, **k): raise OSError(28, "No space left on device")
-        _arrays.write = fail
+        _writing.write = fail
         saver = ck.Saver(root)
         saver.save(5, state)
         """,

@@ -826,10 +826,10 @@ def test_an_open_checkpoint_that_is_deleted_is_not_found(root: str, how: str) ->
 
 
 def test_a_checkpoint_deleted_between_two_chunks_is_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckpt_jax import _arrays
+    from ckpt_jax import _reading
 
     ck.save(tmp_path / "1", {f"x{i}": np.full(20_000, i) for i in range(20)})
-    check, calls = _arrays._check, []
+    check, calls = _reading._check, []
 
     def late(*arguments: Any) -> Any:
         calls.append(1)
@@ -837,9 +837,9 @@ def test_a_checkpoint_deleted_between_two_chunks_is_not_found(tmp_path: Path, mo
             _commit.delete(folder(tmp_path / "1"))
         return check(*arguments)
 
-    monkeypatch.setattr(_arrays, "_check", late)
-    use, _, room = _arrays.read.__defaults__ or ()
-    monkeypatch.setattr(_arrays.read, "__defaults__", (use, 1000, room))
+    monkeypatch.setattr(_reading, "_check", late)
+    use, _, room = _reading.read.__defaults__ or ()
+    monkeypatch.setattr(_reading.read, "__defaults__", (use, 1000, room))
     with pytest.raises(ck.NotFound, match=r"deleted while being read"):
         ck.restore(tmp_path / "1")
     assert os.listdir(tmp_path) == ["LATEST"]

@@ -1,0 +1,195 @@
+"""Chunks read from OCDBT key spaces and checked, with bounded memory (no JAX)."""
+
+import collections
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import numpy as np
+import tensorstore as ts
+import xxhash
+
+from . import _chunks
+from ._manifest import Leaf, chunk_bytes
+from ._ocdbt import Tree, Value
+from ._storage import Folder
+from ._zarr import CRC
+
+WINDOW = 256 << 20  # Bytes in flight, per process.
+READERS = 4  # Threads that read and check.
+AHEAD = 1024  # Chunks asked for ahead of the reader, however small.
+
+
+def open_store(place: Folder) -> ts.KvStore:
+    """The key space in a folder, to read from: a process's own, or the one that spans all."""
+    return ts.KvStore.open({"driver": "ocdbt", "base": place.spec()}, context=place.context()).result()
+
+
+class Wanted(msgspec.Struct, gc=False):
+    """A chunk to be read."""
+
+    name: str
+    coords: _chunks.Shape
+    size: int
+    digest: str
+
+    @property
+    def key(self) -> str:
+        return _chunks.key(self.name, self.coords)
+
+
+def wanted(name: str, leaf: Leaf, coords: Iterable[_chunks.Shape]) -> Iterator[Wanted]:
+    """Some chunks of a leaf."""
+    size, counts = chunk_bytes(leaf), leaf.counts
+    for at in coords:
+        yield Wanted(name, at, size, leaf.digest(_chunks.position(at, counts)))
+
+
+class Source:
+    """A key space to read chunks from.
+
+    Args:
+        place: its folder.
+        files: the files in it that may be opened, and their sizes.
+    """
+
+    def __init__(self, place: Folder, files: Mapping[str, int] = {}):
+        self.place, self.files, self.store = place, files, open_store(place)
+        # On a file system values are read where the tree says that they lie: `docs/decisions/0005` has the figures.
+        self.tree = Tree(place, files) if place.local else None
+
+    def find(self, chunk: Wanted) -> Value | None:
+        """Where a chunk lies, if it is in a file that may be opened and of the size that is wanted."""
+        value = self.tree.find(chunk.key) if self.tree is not None else None
+        if value is None or value.data is not None:
+            return value
+        fits = value.length == chunk.size + CRC and value.offset + value.length <= self.files.get(value.file, -1)
+        return value if fits else None
+
+
+class Buffers:
+    """Memory of at most `limit` bytes, used again: touching fresh memory may take longer than reading a file."""
+
+    def __init__(self, limit: int = WINDOW // 2):
+        self._limit, self._total = limit, 0
+        self._free: list[np.ndarray] = []
+        self._lock = threading.Lock()
+
+    def take(self, size: int) -> np.ndarray:
+        """uint8[size or more]."""
+        with self._lock:
+            for at, buffer in enumerate(self._free):
+                if size <= len(buffer) <= 2 * size:
+                    return self._free.pop(at)
+            while self._free and self._total + size > self._limit:
+                self._total -= len(self._free.pop(0))
+            self._total += size
+        return np.empty(size, np.uint8)
+
+    def give(self, buffers: Iterable[np.ndarray]) -> None:
+        with self._lock:
+            self._free.extend(buffers)
+
+
+Use = Callable[[Wanted, memoryview], Any]
+
+
+def read(
+    chunks: Iterable[Wanted],
+    sources: list[Source],
+    use: Use = lambda chunk, data: True,
+    window: int = WINDOW // 2,
+    room: Callable[[Wanted, bool], bool] = lambda chunk, force: True,
+) -> Iterator[tuple[Wanted, Any, str]]:
+    """Reads chunks, ahead of the reader by at most `window` bytes, and gives them to `use`, some at a time.
+
+    A chunk from any source counts if its digest is the right one; else the next source is asked.
+
+    Args:
+        chunks: what to read, in order.
+        sources: where, in order.
+        use: takes a chunk's uncompressed bytes, which are gone when it returns; runs in several threads.
+        window: bytes in flight.
+        room: keeps memory for what will become of a chunk; if there is none, says False, and those before it are
+            finished first. Where none is before it, it is forced.
+
+    Yields:
+        The chunks in order, each with what `use` made of it; or with None, and what was found instead.
+    """
+    upcoming = iter(chunks)
+    queue: collections.deque[tuple[Wanted, Any]] = collections.deque()
+    buffers = Buffers(window)
+    ahead = 0
+    coming = next(upcoming, None)
+    pool = ThreadPoolExecutor(READERS)
+    try:
+        while True:
+            while coming and ahead < window and len(queue) < AHEAD and room(coming, not queue):
+                queue.append((coming, _ask(coming, sources[0], use, pool, buffers)))
+                ahead += coming.size
+                coming = next(upcoming, None)
+            if not queue:
+                return
+            chunk, answer = queue.popleft()
+            ahead -= chunk.size
+            result, found = answer.result() if isinstance(answer, Future) else _used(chunk, answer, use)
+            for source in sources if result is None else ():
+                result, found = _used(chunk, source.store.read(chunk.key), use)
+                if result is not None:
+                    break
+            yield chunk, result, found
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _ask(chunk: Wanted, source: Source, use: Use, pool: ThreadPoolExecutor, buffers: Buffers) -> Any:
+    """A chunk's bytes, a future of them, or a future of what became of them."""
+    value = source.find(chunk)
+    if value is None:
+        return source.store.read(chunk.key)
+    return pool.submit(_read_file, chunk, source.place, value, use, buffers) if value.data is None else value.data
+
+
+def _read_file(chunk: Wanted, place: Folder, value: Value, use: Use, buffers: Buffers) -> tuple[Any, str]:
+    buffer = buffers.take(value.length)
+    data = buffer[: value.length].data
+    try:
+        return _used(chunk, data[: place.read_into(value.file, value.offset, data)], use)
+    except OSError as error:
+        return None, str(error)
+    finally:
+        buffers.give([buffer])
+
+
+def _used(chunk: Wanted, answer: Any, use: Use) -> tuple[Any, str]:
+    data, found = _check(chunk, answer)
+    return (None, found) if data is None else (use(chunk, data), "")
+
+
+def _check(chunk: Wanted, answer: Any) -> tuple[memoryview | None, str]:
+    try:
+        value = answer if isinstance(answer, (bytes, memoryview)) else _value(answer)
+    except (ValueError, OSError) as error:  # TensorStore's errors, whatever their kind, are ValueErrors.
+        return None, short(error)
+    if value is None:
+        return None, "nothing"
+    # OCDBT answers b"" for a value whose data file is gone.
+    if len(value) != chunk.size + CRC:
+        return None, f"{len(value):,} bytes in place of {chunk.size + CRC:,}"
+    data = memoryview(value)[: chunk.size]
+    digest = xxhash.xxh3_128_hexdigest(data)
+    if digest != chunk.digest:
+        return None, f"digest {digest[:12]}… in place of {chunk.digest[:12]}…"
+    return data, ""
+
+
+def _value(future: Any) -> bytes | None:
+    answer = future.result()
+    return answer.value if answer.state == "value" else None
+
+
+def short(error: BaseException) -> str:
+    """An error of TensorStore's without its source locations."""
+    return str(error).partition(" [")[0][:300]

@@ -1,0 +1,173 @@
+"""Chunks written into OCDBT key spaces, each with its digest (no JAX)."""
+
+import collections
+import itertools
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import crc32c
+import msgspec
+import numpy as np
+import tensorstore as ts
+import xxhash
+
+from . import _chunks
+from ._manifest import Leaf, chunk_bytes
+from ._ocdbt import Value
+from ._ocdbt_writer import write_tree
+from ._storage import Folder, failures
+from ._zarr import CRC, little, zarr_json
+
+# Several files, so that several fsyncs run at once: one of 2 GiB took four times as long.
+DATA_FILE = 64 << 20
+WRITERS = 4  # Threads that check and write, each a file.
+INLINE = 1024  # Values of at most so many bytes lie in the tree's nodes.
+
+_CONFIG = {"compression": None, "max_inline_value_bytes": INLINE, "max_decoded_node_bytes": 8 << 20}
+
+
+# `gc=False` on what there is one of for each chunk: with 10,000 of them the collector's rounds took a third.
+class Chunk(msgspec.Struct, gc=False):
+    """A chunk to be written.
+
+    Attributes:
+        name, position, coords: its place.
+        values: less than the chunk shape at an array's edge.
+        is_still: nobody changes the values, so what is digested needs no copy to be what is written.
+    """
+
+    name: str
+    position: int
+    coords: _chunks.Shape
+    values: np.ndarray
+    is_still: bool = False
+
+
+def write(place: Folder, leaves: dict[str, Leaf], chunks: Iterable[Chunk], *, head: bool) -> dict[str, dict[int, str]]:
+    """Writes chunks durably; returns their digests by leaf and position.
+
+    TensorStore would copy each value twice more: `docs/decisions/0006` has the figures.
+
+    Args:
+        place: this process's own folder.
+        leaves: the records, with chunk shapes.
+        chunks: what to write, in order.
+        head: whether to write every array's zarr.json too.
+    """
+    values: dict[bytes, Value] = {}
+    digests: dict[str, dict[int, str]] = {}
+    if head:
+        stored = ((name, leaf) for name, leaf in leaves.items() if leaf.stored)
+        values = {f"{name}/zarr.json".encode(): Value("", data=zarr_json(leaf)) for name, leaf in stored}
+
+    def note(chunk: Chunk, value: Value, digest: str) -> None:
+        digests.setdefault(chunk.name, {})[chunk.position] = digest
+        values[_chunks.key(chunk.name, chunk.coords).encode()] = value
+
+    # Names that no other save has: a file of another step is never taken for one of this.
+    nonce = os.urandom(12).hex()
+    names = (f"d/{nonce}{number:08x}" for number in itertools.count())
+    place.make("d")
+    files: collections.deque[Future[list[tuple[Chunk, Value, str]]]] = collections.deque()
+    pool = ThreadPoolExecutor(WRITERS)
+    try:
+        for batch in _batches(leaves, chunks, note):
+            if len(files) > WRITERS:  # What is to be written is in memory until it is.
+                for found in files.popleft().result():
+                    note(*found)
+            files.append(pool.submit(_write_file, place, next(names), leaves, batch))
+        for file in files:
+            for found in file.result():
+                note(*found)
+    finally:
+        pool.shutdown(cancel_futures=True)  # After an error nothing may still write.
+    limits = _CONFIG["max_inline_value_bytes"], _CONFIG["max_decoded_node_bytes"]
+    write_tree(place, next(names), values, *limits)
+    return digests
+
+
+def _batches(
+    leaves: dict[str, Leaf], chunks: Iterable[Chunk], note: Callable[[Chunk, Value, str], None]
+) -> Iterator[list[Chunk]]:
+    """The chunks for each data file; small ones are noted with their bytes, which lie in the tree."""
+    batch: list[Chunk] = []
+    total = 0
+    for chunk in chunks:
+        size = chunk_bytes(leaves[chunk.name])
+        if size + CRC <= INLINE:
+            data, digest, crc = _encoded(chunk, leaves[chunk.name], bytearray(size))
+            note(chunk, Value("", data=bytes(data) + crc), digest)
+            continue
+        batch.append(chunk)
+        total += size
+        if total >= DATA_FILE:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch
+
+
+def _write_file(
+    place: Folder, name: str, leaves: dict[str, Leaf], chunks: Iterable[Chunk]
+) -> list[tuple[Chunk, Value, str]]:
+    """Writes chunks to a data file, durably; where each of them lies, and its digest."""
+    found = []
+    buffer = bytearray()
+    with place.writing(name) as file:
+        at = 0
+        for chunk in chunks:
+            leaf = leaves[chunk.name]
+            size = chunk_bytes(leaf)
+            if len(buffer) != size:
+                buffer = bytearray(size)
+            data, digest, crc = _encoded(chunk, leaf, buffer)
+            file.write(data)
+            file.write(crc)
+            found.append((chunk, Value(name, at, size + CRC), digest))
+            at += size + CRC
+    return found
+
+
+def _encoded(chunk: Chunk, leaf: Leaf, buffer: bytearray) -> tuple[memoryview, str, bytes]:
+    """A chunk's bytes as they lie on disk, in the buffer if they must be laid out; their digest, and their crc32c."""
+    data = _laid_out(chunk, leaf, buffer)
+    return data, xxhash.xxh3_128_hexdigest(data), crc32c.crc32c(data).to_bytes(CRC, "little")
+
+
+def _laid_out(chunk: Chunk, leaf: Leaf, buffer: bytearray) -> memoryview:
+    """A chunk's bytes without their crc32c; zeros where it is beyond the array."""
+    dtype, values = little(leaf.dtype), chunk.values
+    if chunk.is_still and values.shape == leaf.chunk and values.dtype == dtype and values.flags.c_contiguous:
+        return values.reshape(-1).view(np.uint8).data
+    whole = np.frombuffer(buffer, dtype).reshape(leaf.chunk)
+    if values.shape != leaf.chunk:
+        whole.fill(0)
+    whole[tuple(map(slice, values.shape))] = values
+    return memoryview(buffer)
+
+
+def digests(leaves: dict[str, Leaf], chunks: Iterable[Chunk]) -> dict[tuple[str, int], str]:
+    """The digests that chunks would be written with, by leaf and position."""
+    found = {}
+    for chunk in chunks:
+        leaf = leaves[chunk.name]
+        data = _laid_out(chunk, leaf, bytearray(chunk_bytes(leaf)))
+        found[chunk.name, chunk.position] = xxhash.xxh3_128_hexdigest(data)
+    return found
+
+
+def merge(place: Folder, parts: list[Folder]) -> None:
+    """Makes one key space of the processes' own: metadata only, their data files stay where they are."""
+    context = place.context()  # Copying a range needs the same context on both sides.
+
+    def open_in(folder: Folder, **more: Any) -> ts.KvStore:
+        return ts.KvStore.open({"driver": "ocdbt", "base": folder.spec(), **more}, context=context).result()
+
+    with failures(place):
+        transaction = ts.Transaction(atomic=True)
+        target = open_in(place, config=_CONFIG).with_transaction(transaction)
+        for future in [open_in(part).experimental_copy_range_to(target) for part in parts]:
+            future.result()
+        transaction.commit_async().result()
