@@ -43,6 +43,8 @@ def _needs(shape: Shape, chunk: Shape, sharding: Any) -> tuple[list[Box], dict[S
     return boxes, covering
 
 
+_AS_IT_IS = contextlib.nullcontext()
+
 Piece = Any  # np.ndarray, or a list of the jax arrays that the devices have of it already.
 
 
@@ -50,6 +52,8 @@ class Staging:
     """Host memory in which pieces for devices are put together of several chunks, of at most so many bytes."""
 
     def __init__(self, limit: int):
+        # Found out here, in the caller's thread: what JAX is set up to may differ from thread to thread.
+        self.x64 = _leaves.x64()
         self._limit, self._reserved = limit, 0
         self._buffers = _reading.Buffers(limit)
         self._lock = threading.Lock()
@@ -87,14 +91,11 @@ class Plan:
         "rented",
         "staging",
         "want",
-        "x64",
     )
 
     def __init__(self, leaf: Leaf, want: Target, staging: Staging):
         self.leaf, self.want, self.staging = leaf, want, staging
-        # Found out here, in the caller's thread: what JAX is set up to may differ from thread to thread.
-        self.x64 = _leaves.x64()
-        self.home = _home(want, leaf.shape) if want.kind in ("jax", "key") else None
+        self.home = _home(want, leaf.shape, staging.x64) if want.kind in ("jax", "key") else None
         self.boxes, self.chunks = _needs(leaf.shape, leaf.chunk, want.sharding if self.home else None)
         self.pieces: dict[Box, Piece] = {}
         self.rented: dict[Box, np.ndarray] = {}
@@ -129,7 +130,7 @@ class Plan:
 
     def _as_called(self) -> contextlib.AbstractContextManager[Any]:
         """JAX narrows 64-bit values where it is not told otherwise, in every thread anew."""
-        return contextlib.nullcontext() if _leaves.x64() == self.x64 else jax.enable_x64(self.x64)
+        return _AS_IT_IS if _leaves.x64() == self.staging.x64 else jax.enable_x64(self.staging.x64)
 
     def _add(self, coords: Shape, data: memoryview) -> bool:
         values = np.frombuffer(data, _zarr.little(self.leaf.dtype)).reshape(self.leaf.chunk)
@@ -163,9 +164,9 @@ class Plan:
 
     def alone(self, data: memoryview) -> Any:
         """The leaf from its only chunk, which is all that this process needs of it: most leaves of most trees."""
-        values = np.frombuffer(data, _zarr.little(self.leaf.dtype)).reshape(self.leaf.chunk)
-        cell = self._cell(next(iter(self.chunks)))
-        piece = values[_up_to(cell)]
+        piece = np.frombuffer(data, _zarr.little(self.leaf.dtype)).reshape(self.leaf.chunk)
+        if self.leaf.chunk != self.leaf.shape:  # It lies at the array's edge.
+            piece = piece[_up_to(self._cell(next(iter(self.chunks))))]
         with self._as_called():
             return _assembled({self.boxes[0]: piece if self.home else piece.copy()}, self.want, self.home)
 
@@ -189,7 +190,7 @@ def _up_to(cell: Box) -> tuple[Any, ...]:
 
 def place(value: np.ndarray, want: Target) -> Any:
     """A leaf of the kind that is wanted, from its whole value."""
-    home = _home(want, value.shape) if want.kind == "jax" else None
+    home = _home(want, value.shape, _leaves.x64()) if want.kind == "jax" else None
     return _assembled({_chunks.whole(value.shape): value}, want, home)
 
 
@@ -302,8 +303,8 @@ class _Home(NamedTuple):
     aval: Any
 
 
-def _home(want: Target, shape: Shape) -> _Home:
-    dtype = "uint32" if want.kind == "key" else _canonical(want.dtype, _leaves.x64())
+def _home(want: Target, shape: Shape, x64: bool) -> _Home:
+    dtype = "uint32" if want.kind == "key" else _canonical(want.dtype, x64)
     return _destination(want.sharding or _default_device(), shape, dtype, weak=want.weak)
 
 

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from . import (
+    _collector,
     _commit,
     _faults,
     _leaves,
@@ -78,8 +79,9 @@ def restore(
     """
     _check_arguments(on_missing, on_extra, sharding, cast)
     place = _storage.folder(path)
-    manifest = _commit.load(place)
-    wanted = _check_only(only, place, manifest, like)
+    with _collector.paused():
+        manifest = _commit.load(place)
+        wanted = _check_only(only, place, manifest, like)
     if like is None:
         return _without_target(place, manifest, sharding, wanted)
     return fetch(
@@ -99,6 +101,35 @@ def fetch(
     cast: bool = False,
 ) -> Callable[[], Any]:
     """Reads all that `restore` reads; what it returns sets the live objects and gives the tree."""
+    with _collector.paused():
+        flat, kept, pairs = _matched(
+            place, manifest, like, sharding=sharding, wanted=wanted, on_missing=on_missing, on_extra=on_extra, cast=cast
+        )
+    values = kept | _read(place, manifest, pairs)
+
+    def finish() -> Any:
+        _set_live(pairs, values)
+        return flat.unflatten(values)
+
+    return finish
+
+
+def _matched(
+    place: _storage.Folder,
+    manifest: Manifest,
+    like: Any,
+    *,
+    sharding: ShardingLike,
+    wanted: Callable[[str], bool],
+    on_missing: str,
+    on_extra: str,
+    cast: bool,
+) -> tuple[_tree.Flat, dict[str, Any], dict[str, tuple[Leaf, Target]]]:
+    """`like` taken apart; the leaves of it that are kept; and for each other what is saved and what is wanted of it.
+
+    Raises:
+        Mismatch: they do not fit; tells all places.
+    """
     flat = _tree.flatten(like)
     targets, faults = _leaves.targets({name: leaf for name, leaf in flat.leaves.items() if wanted(name)})
     targets = _on(targets, _sharding_of(sharding, flat))
@@ -117,13 +148,7 @@ def fetch(
             faults,
             hint=_advice(saved, flat, wanted, place),
         )
-    values = kept | _read(place, manifest, pairs)
-
-    def finish() -> Any:
-        _set_live(pairs, values)
-        return flat.unflatten(values)
-
-    return finish
+    return flat, kept, pairs
 
 
 def _advice(saved: dict[str, Leaf], flat: _tree.Flat, wanted: Callable[[str], bool], place: _storage.Folder) -> str:

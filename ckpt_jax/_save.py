@@ -16,6 +16,7 @@ import numpy as np
 import xxhash
 
 from . import (
+    _collector,
     _commit,
     _health,
     _leaves,
@@ -103,9 +104,10 @@ def prepare(
     started = time.perf_counter()
     step = _step(target, step)
     packed = _packed("metadata", metadata)
-    flat = _tree.flatten(tree)
-    encoded = _leaves.encode_all(flat.leaves)
-    snapshot = _snapshot.take(encoded, group.index, group.count, hold=hold)
+    with _collector.paused():
+        flat = _tree.flatten(tree)
+        encoded = _leaves.encode_all(flat.leaves)
+        snapshot = _snapshot.take(encoded, group.index, group.count, hold=hold)
     manifest = Manifest(
         _manifest.FORMAT,
         (_manifest.MAJOR, _manifest.MINOR),

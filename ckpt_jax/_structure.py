@@ -118,7 +118,8 @@ def differences(
                 if key not in ours and not _any_leaf(child):
                     yield "missing", Fault(below(name, key), "", "", f"{says(child)} in `like`, not in the checkpoint")
 
-    yield from walk(saved, target, "")
+    if saved != target:  # Most often they are the same.
+        yield from walk(saved, target, "")
 
 
 def _fits(a: Node, b: Node) -> bool:

@@ -13,7 +13,7 @@ PACKAGE = Path(ckpt_jax.__file__).parent
 
 # From the ground up; a module imports only from those before it. The floors are those of docs/architecture.md.
 FLOORS = [
-    ["errors"],
+    ["errors", "_collector"],
     ["_values", "_chunks", "_structure", "_manifest", "_tree"],
     ["_leaves", "_storage", "_processes"],
     ["_ocdbt", "_ocdbt_writer", "_zarr", "_writing", "_reading", "_health", "_snapshot", "_orbax", "_place"],
@@ -27,6 +27,7 @@ ORDER = [name for floor in FLOORS for name in floor]
 # These run beside a busy accelerator: they must not even import JAX.
 NO_JAX = [
     "errors",
+    "_collector",
     "_values",
     "_chunks",
     "_manifest",
