@@ -5,7 +5,7 @@
 Each contender has a process of its own, with the same state in it, and they take turns, one at a time, so that a noisy
 neighbour hits each alike; the table has medians, and ratios to Orbax's in the same run. The state is a GPT-2-small with
 Adam moments on a 4×2 mesh of virtual CPU devices: 439 leaves. "Bare calls" is the least that can be done: the same
-bytes digested and written to files by four threads, or read, digested and copied to devices; no names, no sizes, no commit.
+bytes digested and written to files by four threads, or read, digested and copied to devices; no names and no commit.
 """
 
 import argparse
