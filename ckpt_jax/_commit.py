@@ -130,12 +130,15 @@ def good(root: Folder) -> Iterator[tuple[int, Manifest]]:
     """The steps whose manifest is whole, whose files are all there, and that nobody marked; the newest first."""
     for step in candidates(root):
         place = root / str(step)
-        try:
+        with contextlib.suppress(CheckpointError):
             manifest = load_data(place)
-            if manifest.step == step and not is_bad(place) and not missing_files(place, manifest):
-                yield step, manifest
-        except CheckpointError:
-            continue
+            while missing_files(place, manifest):
+                before, manifest = manifest, load_data(place)
+                if manifest.seal == before.seal:  # Else it was replaced just now.
+                    break
+            else:
+                if manifest.step == step and not is_bad(place):
+                    yield step, manifest
 
 
 def latest(root: Folder) -> Folder | None:
@@ -267,10 +270,10 @@ def begin(target: Folder, *, overwrite: bool) -> Attempt:
     target.parent.make()
     clear(target)
     attempt = Attempt(target, target.parent / f"{target.name}{TMP}{nonce}", nonce, overwrite)
-    while attempt.lock is None:  # Another save of this step may take the new folder for a leftover.
-        attempt.folder.make()
-        attempt.lock = attempt.folder.lock()
     try:
+        while attempt.lock is None:  # Another save of this step may take the new folder for a leftover.
+            attempt.folder.make()
+            attempt.lock = attempt.folder.lock()
         attempt.folder.make(f"{attempt.state}/array_metadatas")
     except BaseException:
         abandon(attempt)
@@ -300,7 +303,13 @@ def commit(attempt: Attempt, manifest: Manifest) -> None:
     if attempt.target.local:
         attempt.folder.write(_manifest.NAME, data)
         attempt.folder.sync()
-        _put_in_place(attempt)
+        try:
+            _put_in_place(attempt)
+        except OSError as error:
+            if attempt.folder.exists():
+                raise
+            why = f"{error.strerror}: the checkpoint is in place, but a crash of this machine may undo that"
+            raise OSError(error.errno, why, attempt.target.url) from error
     elif attempt.state != "state":  # Overwriting in a bucket: one put takes the old one's place.
         old = {path for path in attempt.target.files() if not path.startswith(f"{attempt.state}/")} - set(
             manifest.files

@@ -61,6 +61,7 @@ class Log:
     def __init__(self, root: Folder, process: int, callback: Callable[[Event], None] | None):
         self._root, self._process, self._callback = root, process, callback
         self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._told = False  # That the file cannot be written.
 
     def add(self, kind: Kind, step: int | None = None, **facts: object) -> None:
         """Tells of an event."""
@@ -71,8 +72,12 @@ class Log:
         """As `add`, but leaves the file alone until the next `flush`: the training loop waits for no storage."""
         event = Event(kind, step, self._process, time.time(), **facts)  # pyright: ignore[reportArgumentType]
         if self._process == 0 and self._root.local:  # A bucket's objects cannot be appended to.
-            line = {key: value for key, value in asdict(event).items() if value not in (None, "", {}, ())}
+            told = {key: value for key, value in asdict(event).items() if value not in (None, "", {}, ())}
+            line = told if event.bytes else {key: value for key, value in told.items() if key != "bytes"}
             self._lines.put(json.dumps(line).encode() + b"\n")
+        self._tell(event)
+
+    def _tell(self, event: Event) -> None:
         if self._callback is None:
             return
         try:
@@ -94,10 +99,17 @@ class Log:
                 lines.append(self._lines.get_nowait())
         if not lines:
             return
-        with contextlib.suppress(OSError):  # A full disk ends no training: the callback hears of it all the same.
-            self._root.make()
-            fd = os.open(f"{self._root.url}/{FILE}", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            try:
-                os.write(fd, b"".join(lines))  # One call, so that two writers' lines do not mix.
-            finally:
-                os.close(fd)
+        try:
+            self._append(b"".join(lines))
+        except OSError as error:  # A full disk ends no training: the callback hears of it all the same.
+            if not self._told:
+                self._told = True
+                self._tell(Event("warning", None, self._process, time.time(), message=f"{FILE}: {error}"))
+
+    def _append(self, lines: bytes) -> None:
+        self._root.make()
+        fd = os.open(f"{self._root.url}/{FILE}", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            os.write(fd, lines)  # One call, so that two writers' lines do not mix.
+        finally:
+            os.close(fd)

@@ -165,6 +165,7 @@ class Part(msgspec.Struct):
     shared: dict[str, str]  # Digest of each leaf that every process holds for itself, and must hold alike.
     tree: str  # Digest of the structure and of every leaf's shape and dtype.
     health: dict[str, tuple[float, int]] = {}  # Sum of squares and count of NaN and infinity, of this process's chunks.
+    files: dict[str, int] = {}  # The data files that it wrote, in its own folder, and their sizes.
 
 
 def itemsize(dtype: str) -> int:

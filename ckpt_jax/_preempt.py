@@ -15,11 +15,13 @@ class Notice:
     """Hears of a preemption.
 
     One process, or several without JAX's preemption service: by SIGTERM; the handler only notes it, and calls the one
-    that was there before. With JAX's service SIGTERM is JAX's, and a second handler would disable it.
+    that was there before. A later one, once the grace is over, ends the process. With JAX's service SIGTERM is JAX's,
+    and a second handler would disable it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, grace: float = 0) -> None:
         self.at: float | None = None  # When it came, by the monotonic clock.
+        self._grace = grace
         self._before: Any = None
         self._pid, self._closed = os.getpid(), False
         self.service = _processes.preemption_service()
@@ -28,11 +30,12 @@ class Notice:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         ours = not self._closed and os.getpid() == self._pid
+        late = self.at is not None and time.monotonic() > self.at + self._grace  # Told again: it seems to hang.
         if ours and self.at is None:
             self.at = time.monotonic()
         if callable(self._before):
             self._before(number, frame)
-        elif not ours and self._before != signal.SIG_IGN:  # A forked child, or a program that is past its run.
+        elif (late or not ours) and self._before != signal.SIG_IGN:  # Or a forked child, or past the run.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
 

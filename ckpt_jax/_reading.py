@@ -3,7 +3,7 @@
 import collections
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
@@ -11,7 +11,7 @@ import numpy as np
 import tensorstore as ts
 import xxhash
 
-from . import _chunks
+from . import _chunks, _threads
 from ._manifest import Leaf, chunk_bytes
 from ._ocdbt import Tree, Value
 from ._storage import Folder
@@ -123,8 +123,7 @@ def read(
     buffers = Buffers(window)
     ahead = 0
     coming = next(upcoming, None)
-    pool = ThreadPoolExecutor(READERS)
-    try:
+    with _threads.pool(READERS) as pool:
         while True:
             while coming and ahead < window and len(queue) < AHEAD and room(coming, not queue):
                 queue.append((coming, _ask(coming, sources[0], use, pool, buffers)))
@@ -140,11 +139,9 @@ def read(
                 if result is not None:
                     break
             yield chunk, result, found
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
-def _ask(chunk: Wanted, source: Source, use: Use, pool: ThreadPoolExecutor, buffers: Buffers) -> Any:
+def _ask(chunk: Wanted, source: Source, use: Use, pool: _threads.Pool, buffers: Buffers) -> Any:
     """A chunk's bytes, a future of them, or a future of what became of them."""
     value = source.find(chunk)
     if value is None:

@@ -335,7 +335,8 @@ def _live_fits(name: str, leaf: Leaf) -> Fault | None:
     try:
         _leaves.live_state(leaf, *_processes.here())
     except ValueError as error:
-        return Fault(name, "one state for each process", str(error), f"its checkpoint has {error}")
+        advice = 'to begin it anew, leave it out of `like` and restore with on_extra="ignore"'
+        return Fault(name, "one state for each process", str(error), f"its checkpoint has {error}; {advice}")
     return None
 
 

@@ -1,5 +1,6 @@
 """Resume: all processes go on from the newest step that each of them can read, or none does."""
 
+import itertools
 import json
 import warnings
 from collections.abc import Callable, Mapping
@@ -10,7 +11,7 @@ import numpy as np
 from . import _commit, _manifest, _processes, _restore, _storage, _tree, _values
 from ._events import Log
 from ._manifest import Leaf, Manifest
-from .errors import CheckpointError, Corrupt, NotFound
+from .errors import CheckpointError, Corrupt, Fault, NotFound
 
 
 def resume(root: _storage.Folder, like: Any, group: _processes.Group, log: Log) -> tuple[Any, Manifest | None]:
@@ -19,10 +20,10 @@ def resume(root: _storage.Folder, like: Any, group: _processes.Group, log: Log) 
     A step that a process finds damaged is marked, told of, and passed over. Whatever else keeps `like` from being
     filled is raised, in every process.
     """
-    refused: set[int] = set()  # Also where a mark could not be written: the root may be read-only.
-    while True:
-        turn = len(refused)
-        place, known = _proposed(root, group, refused, log)
+    refused: dict[int, str] = {}  # And why. Also where no mark could be written: the root may be read-only.
+    gone: set[int] = set()  # Such as one that was replaced while it was read: it gets another chance.
+    for turn in itertools.count():
+        place, known = _proposed(root, group, turn, refused, log)
         if place is None:
             return like, None
         found, error = _read(place, known, like)
@@ -30,18 +31,23 @@ def resume(root: _storage.Folder, like: Any, group: _processes.Group, log: Log) 
         if all(verdict == "ok" for verdict in verdicts):
             assert found is not None
             manifest, finish = found
-            return _finished(finish, group, turn), manifest
+            state = _finished(finish, group, turn)
+            for step, why in refused.items():  # Also for who looks at no events: training is lost.
+                warnings.warn(f"step {step} cannot be read, and the one before is taken: {why}", stacklevel=3)
+            return state, manifest
         _raise_what_is_no_damage(error, verdicts)
-        _pass_over(place, verdicts, group, log)
-        refused.add(int(place.name))
+        step = int(place.name)
+        if step in gone or any(verdict.startswith("corrupt") for verdict in verdicts):
+            refused[step] = _pass_over(place, verdicts, group, log)
+        gone.add(step)
+    raise AssertionError("unreachable")
 
 
 Proposal = tuple[_storage.Folder | None, Manifest | None]  # A step, and its manifest where it has been read already.
 
 
-def _proposed(root: _storage.Folder, group: _processes.Group, refused: set[int], log: Log) -> Proposal:
+def _proposed(root: _storage.Folder, group: _processes.Group, turn: int, refused: dict[int, str], log: Log) -> Proposal:
     """The step that process 0 proposes to all."""
-    turn = len(refused)
     if group.index == 0:
         try:
             place, manifest = _newest(root, refused, log)
@@ -56,8 +62,12 @@ def _proposed(root: _storage.Folder, group: _processes.Group, refused: set[int],
     return (root / told["step"] if told["step"] is not None else None), None
 
 
-def _newest(root: _storage.Folder, refused: set[int], log: Log) -> Proposal:
-    """The newest committed step that is not marked; a manifest that is damaged is marked here."""
+def _newest(root: _storage.Folder, refused: dict[int, str], log: Log) -> Proposal:
+    """The newest committed step that is not marked; a manifest that is damaged is marked here.
+
+    Raises:
+        Corrupt: there are checkpoints, but none that can be read. Nobody's month is begun anew unasked.
+    """
     for step in _commit.candidates(root):
         place = root / str(step)
         if step in refused or _commit.is_bad(place):
@@ -67,8 +77,15 @@ def _newest(root: _storage.Folder, refused: set[int], log: Log) -> Proposal:
         except NotFound:
             continue
         except Corrupt as error:
-            _commit.mark_bad(place, _why(error))
-            log.add("fell back", step, message=_why(error))
+            refused[step] = _why(error)
+            _commit.mark_bad(place, refused[step])
+            log.add("fell back", step, message=refused[step])
+    if bad := [step for step in _commit.candidates(root) if step in refused or _commit.is_bad(root / str(step))]:
+        raise Corrupt(
+            f"no checkpoint in {root} can be read: {'all ' * (len(bad) > 1)}{len(bad)} of them are damaged",
+            [Fault(str(step), "a checkpoint", "a damaged one") for step in bad],
+            hint=f"`ckpt-jax verify {root / str(bad[0])}` tells more; to begin anew, move them or take another root",
+        )
     return None, None
 
 
@@ -125,17 +142,20 @@ def _raise_what_is_no_damage(error: Exception | None, verdicts: list[str]) -> No
             raise CheckpointError(f"process {process} could not resume: {verdict.partition(': ')[2]}")
 
 
-def _pass_over(place: _storage.Folder, verdicts: list[str], group: _processes.Group, log: Log) -> None:
+def _pass_over(place: _storage.Folder, verdicts: list[str], group: _processes.Group, log: Log) -> str:
+    """Tells of a step that is passed over, and marks it if it is damaged; returns why."""
     step = int(place.name)
     reasons = [
         f"process {i}: {v.partition(': ')[2]}" if group.count > 1 else v.partition(": ")[2]
         for i, v in enumerate(verdicts)
         if v != "ok"
     ]
-    log.add("fell back", step, message="; ".join(reasons))
+    why = "; ".join(reasons)
+    log.add("fell back", step, message=why)
     # Deleted while being read is no damage: then it is simply not there the next time.
     if group.index == 0 and any(verdict.startswith("corrupt") for verdict in verdicts):
-        _commit.mark_bad(place, "; ".join(reasons))
+        _commit.mark_bad(place, why)
+    return why
 
 
 # --- do the counts agree? ---------------------------------------------------------------------------------------------

@@ -181,6 +181,10 @@ def prune(root: _storage.PathLike, keep: Keep, *, also: Iterable[int] = (), dry_
     Returns:
         The steps that were deleted (or would be), in ascending order.
 
+    Raises:
+        CheckpointError: no checkpoint has the metric of `keep.best`; nothing was deleted.
+        Corrupt: all but the newest would go, and that is damaged; nothing was deleted.
+
     >>> import numpy as np, ckpt_jax as ck
     >>> for step in (100, 200, 300):
     ...     _ = ck.save(f"memory://docs/prune/{step}", {"w": np.zeros(3)})
@@ -193,6 +197,7 @@ def prune(root: _storage.PathLike, keep: Keep, *, also: Iterable[int] = (), dry_
         raise TypeError(f"keep is a ckpt_jax.Keep, such as Keep(last=3), not {keep!r}")
     place = _storage.folder(root)
     found = facts_of(place)
+    _check_metric(place, found, keep.best)
     stay = set(kept(found, keep, also))
     go = [step for step in found if step not in stay]
     if not dry_run:
@@ -201,6 +206,22 @@ def prune(root: _storage.PathLike, keep: Keep, *, also: Iterable[int] = (), dry_
             _commit.delete(place / str(step))
         _commit.clear_all(place)
     return go
+
+
+def _check_metric(root: _storage.Folder, found: Mapping[int, Facts], best: Best | None) -> None:
+    """Raises CheckpointError for a metric that no checkpoint has, such as one that is misspelt."""
+    there = {str(name) for facts in found.values() for name in facts.metrics}
+    if best is not None and found and best.metric not in there:
+        raise CheckpointError(
+            f"no checkpoint in {root} has the metric {best.metric!r}; nothing was deleted",
+            [
+                Fault(
+                    "best",
+                    f"one of {', '.join(sorted(there))}" if there else "metrics, given to `Saver.step`",
+                    best.metric,
+                )
+            ],
+        )
 
 
 def _check_newest(root: _storage.Folder, found: Mapping[int, Facts], go: Sequence[int]) -> None:

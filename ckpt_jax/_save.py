@@ -297,7 +297,7 @@ def _write_part(
     scalars = (_writing.Chunk(name, 0, (), value) for name, (_, value) in extra.items())
     sums = _health.Sums()
     chunks = snapshot.chunks if terms.health is None else sums.watch(snapshot.chunks)
-    digests = _writing.write(
+    written = _writing.write(
         place,
         manifest.leaves | {name: leaf for name, (leaf, _) in extra.items()},
         itertools.chain(chunks, scalars),
@@ -305,7 +305,7 @@ def _write_part(
     )
     place.sync()
     manifest.seconds["write"] = time.perf_counter() - started
-    digests = {name: found for name, found in digests.items() if name not in extra}
+    digests = {name: found for name, found in written.digests.items() if name not in extra}
     terms.written(sum(len(found) * _manifest.chunk_bytes(manifest.leaves[name]) for name, found in digests.items()))
     if terms.expected is not None:
         _check_unchanged(digests, terms.expected)
@@ -316,6 +316,7 @@ def _write_part(
         shared=snapshot.shared | _scalar_digests(manifest.leaves, group),
         tree=_tree_digest(manifest) if group.count > 1 else "",
         health=sums.found | (_health.of_scalars(manifest.leaves) if head and terms.health is not None else {}),
+        files=written.files,
     )
 
 
@@ -357,7 +358,7 @@ def _finish(attempt: _commit.Attempt, manifest: Manifest, parts: list[Part], sta
     sidecars = _orbax.sidecars(manifest, str(jax.devices()[0]) if _has_key(manifest) else "")
     for path, data in sidecars.items():
         attempt.folder.write(path, data)
-    sizes = attempt.folder.files()
+    sizes = _sizes(attempt, parts)
     ours = sidecars.keys() | {path for path in sizes if path.startswith(f"{attempt.state}/")}
     # The trees of keys begin in small files: those of the writers, which nobody reads any more, are digested too.
     small = sidecars | {p: attempt.folder.read(p) or b"" for p in ours if p.endswith(f"/{_ocdbt.MANIFEST}")}
@@ -368,6 +369,26 @@ def _finish(attempt: _commit.Attempt, manifest: Manifest, parts: list[Part], sta
     }
     manifest.seconds["merge"] = time.perf_counter() - started
     _commit.commit(attempt, manifest)
+
+
+def _sizes(attempt: _commit.Attempt, parts: list[Part]) -> dict[str, int]:
+    """The attempt's files and their sizes; what only the merge needed goes: each process's own tree of keys.
+
+    Raises:
+        CheckpointError: a data file is not as long as what was written to it.
+    """
+    sizes, faults = attempt.folder.files(), []
+    for part in parts:
+        home = f"{attempt.process(part.process).url.removeprefix(attempt.folder.url).lstrip('/')}/"
+        for file, size in part.files.items():
+            if (found := sizes.get(home + file)) != size:
+                faults.append(Fault(home + file, f"{size:,} bytes", "no such file" if found is None else f"{found:,}"))
+        for path in [path for path in sizes if path.startswith(home) and path.removeprefix(home) not in part.files]:
+            attempt.folder.unlink(path)
+            del sizes[path]
+    if faults:
+        raise CheckpointError("what was just written is gone from the storage; nothing was committed", faults)
+    return sizes
 
 
 def _has_key(manifest: Manifest) -> bool:

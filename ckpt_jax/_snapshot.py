@@ -26,7 +26,6 @@ class _Share(msgspec.Struct, gc=False):
     source: Any
     box: Box
     cells: list[tuple[Shape, int, Box]]
-    is_still: bool  # Nobody changes the values: they are JAX's, or a copy.
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,7 @@ class Snapshot:
             values = np.asarray(share.source)
             for coords, at, cell in share.cells:
                 part = values if cell == share.box else values[_chunks.slices(cell, share.box)]
-                yield Chunk(share.name, at, coords, part, share.is_still)
+                yield Chunk(share.name, at, coords, part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +103,9 @@ def take(encoded: dict[str, Encoded], process: int = 0, processes: int = 1, *, h
                 # `addressable_shards` has the same order, and takes eight times as long.
                 source: Any = array if at is None else array.addressable_data(at)  # pyright: ignore[reportAttributeAccessIssue]
                 source = np.asarray(source) if on_host else _started(source, hold=hold)
-                snapshot.shares.append(_Share(name, source, box, mine, hold or sharding is not None))
+                snapshot.shares.append(_Share(name, source, box, mine))
     for share in snapshot.shares if hold else ():
-        if type(share.source) is not np.ndarray and not _staged(share.source):
+        if not isinstance(share.source, np.ndarray) and not _staged(share.source):
             share.source = np.asarray(share.source)  # Donation would delete it: here its copy has to be waited for.
     return snapshot
 

@@ -37,7 +37,7 @@ def failures(place: "Folder") -> Iterator[None]:
 
 
 # What older TensorStores make of the errors of a file system, whose numbers they do not tell.
-_STATUS = {"RESOURCE_EXHAUSTED": errno.ENOSPC, "OUT_OF_RANGE": errno.EFBIG, "PERMISSION_DENIED": errno.EACCES}
+_STATUS = {"RESOURCE_EXHAUSTED": errno.ENOSPC, "PERMISSION_DENIED": errno.EACCES}
 
 
 def os_error(error: Exception, place: "Folder") -> OSError:
@@ -467,7 +467,8 @@ def _unless_gone(_: Any, path: str, failure: Any) -> None:
 def _fsync(path: str) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(fd)
+        with _naming(path):
+            os.fsync(fd)
     finally:
         os.close(fd)
 

@@ -4,8 +4,8 @@ import collections
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, NamedTuple
 
 import crc32c
 import msgspec
@@ -13,7 +13,7 @@ import numpy as np
 import tensorstore as ts
 import xxhash
 
-from . import _chunks
+from . import _chunks, _threads
 from ._manifest import Leaf, chunk_bytes
 from ._ocdbt import Value
 from ._ocdbt_writer import write_tree
@@ -35,18 +35,23 @@ class Chunk(msgspec.Struct, gc=False):
     Attributes:
         name, position, coords: its place.
         values: less than the chunk shape at an array's edge.
-        is_still: nobody changes the values, so what is digested needs no copy to be what is written.
     """
 
     name: str
     position: int
     coords: _chunks.Shape
     values: np.ndarray
-    is_still: bool = False
 
 
-def write(place: Folder, leaves: dict[str, Leaf], chunks: Iterable[Chunk], *, head: bool) -> dict[str, dict[int, str]]:
-    """Writes chunks durably; returns their digests by leaf and position.
+class Written(NamedTuple):
+    """What was written: the digests by leaf and position, and the sizes of the data files."""
+
+    digests: dict[str, dict[int, str]]
+    files: dict[str, int]
+
+
+def write(place: Folder, leaves: dict[str, Leaf], chunks: Iterable[Chunk], *, head: bool) -> Written:
+    """Writes chunks durably.
 
     TensorStore would copy each value twice more: `docs/decisions/0006` has the figures.
 
@@ -57,22 +62,23 @@ def write(place: Folder, leaves: dict[str, Leaf], chunks: Iterable[Chunk], *, he
         head: whether to write every array's zarr.json too.
     """
     values: dict[bytes, Value] = {}
-    digests: dict[str, dict[int, str]] = {}
+    done = Written({}, {})
     if head:
         stored = ((name, leaf) for name, leaf in leaves.items() if leaf.stored)
         values = {f"{name}/zarr.json".encode(): Value("", data=zarr_json(leaf)) for name, leaf in stored}
 
     def note(chunk: Chunk, value: Value, digest: str) -> None:
-        digests.setdefault(chunk.name, {})[chunk.position] = digest
+        done.digests.setdefault(chunk.name, {})[chunk.position] = digest
         values[_chunks.key(chunk.name, chunk.coords).encode()] = value
+        if value.data is None:
+            done.files[value.file] = max(done.files.get(value.file, 0), value.offset + value.length)
 
     # Names that no other save has: a file of another step is never taken for one of this.
     nonce = os.urandom(12).hex()
     names = (f"d/{nonce}{number:08x}" for number in itertools.count())
     place.make("d")
     files: collections.deque[Future[list[tuple[Chunk, Value, str]]]] = collections.deque()
-    pool = ThreadPoolExecutor(WRITERS)
-    try:
+    with _threads.pool(WRITERS) as pool:  # After an error nothing may still write.
         for batch in _batches(leaves, chunks, note):
             if len(files) > WRITERS:  # What is to be written is in memory until it is.
                 for found in files.popleft().result():
@@ -81,11 +87,9 @@ def write(place: Folder, leaves: dict[str, Leaf], chunks: Iterable[Chunk], *, he
         for file in files:
             for found in file.result():
                 note(*found)
-    finally:
-        pool.shutdown(cancel_futures=True)  # After an error nothing may still write.
     limits = _CONFIG["max_inline_value_bytes"], _CONFIG["max_decoded_node_bytes"]
     write_tree(place, next(names), values, *limits)
-    return digests
+    return done
 
 
 def _batches(
@@ -131,20 +135,22 @@ def _write_file(
 
 
 def _encoded(chunk: Chunk, leaf: Leaf, buffer: bytearray) -> tuple[memoryview, str, bytes]:
-    """A chunk's bytes as they lie on disk, in the buffer if they must be laid out; their digest, and their crc32c."""
-    data = _laid_out(chunk, leaf, buffer)
+    """A chunk's bytes as they lie on disk, in the buffer; their digest, and their crc32c."""
+    data = _laid_out(chunk.values, leaf, buffer)
     return data, xxhash.xxh3_128_hexdigest(data), crc32c.crc32c(data).to_bytes(CRC, "little")
 
 
-def _laid_out(chunk: Chunk, leaf: Leaf, buffer: bytearray) -> memoryview:
-    """A chunk's bytes without their crc32c; zeros where it is beyond the array."""
-    dtype, values = little(leaf.dtype), chunk.values
-    if chunk.is_still and values.shape == leaf.chunk and values.dtype == dtype and values.flags.c_contiguous:
-        return values.reshape(-1).view(np.uint8).data
-    whole = np.frombuffer(buffer, dtype).reshape(leaf.chunk)
+def _laid_out(values: np.ndarray, leaf: Leaf, buffer: bytearray) -> memoryview:
+    """A chunk's bytes without their crc32c; zeros where it is beyond the array.
+
+    Always a copy: also JAX's arrays may share their memory with NumPy's, which others change, and then what is digested
+    would not be what is written. It costs little, as the copy is what digesting would else wait for memory for.
+    """
+    whole = np.frombuffer(buffer, little(leaf.dtype)).reshape(leaf.chunk)
     if values.shape != leaf.chunk:
         whole.fill(0)
-    whole[tuple(map(slice, values.shape))] = values
+    # A bool's byte may be any but 0 in NumPy; in zarr it is 1.
+    whole[tuple(map(slice, values.shape))] = values.view(np.uint8) != 0 if values.dtype == bool else values
     return memoryview(buffer)
 
 
@@ -153,7 +159,7 @@ def digests(leaves: dict[str, Leaf], chunks: Iterable[Chunk]) -> dict[tuple[str,
     found = {}
     for chunk in chunks:
         leaf = leaves[chunk.name]
-        data = _laid_out(chunk, leaf, bytearray(chunk_bytes(leaf)))
+        data = _laid_out(chunk.values, leaf, bytearray(chunk_bytes(leaf)))
         found[chunk.name, chunk.position] = xxhash.xxh3_128_hexdigest(data)
     return found
 

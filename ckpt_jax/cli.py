@@ -148,8 +148,11 @@ def show(
     step = "" if manifest.step is None else f"step {manifest.step}, "
     print(f"{place}: {step}saved {_when(manifest.time)} by {manifest.writers} process{'es' * (manifest.writers > 1)}")
     print(f"{len(manifest.leaves):,} leaves, {_values.human(manifest.nbytes)} in {len(manifest.files):,} files")
-    if manifest.metadata is not None:
-        print(f"metadata: {json.dumps(manifest.metadata)}")
+    for what, told in (("metrics", manifest.metrics or None), ("metadata", manifest.metadata)):
+        if told is not None:
+            print(f"{what}: {json.dumps(told)}")
+    if manifest.milestone:
+        print("milestone: it stays for ever")
     print()
     _table(
         ["name", "what", "size", "chunks", "sharding"],
@@ -175,6 +178,8 @@ def _summary(place: _storage.Folder, manifest: Manifest) -> dict[str, Any]:
         "bytes": manifest.nbytes,
         "files": {path: file.bytes for path, file in manifest.files.items()},
         "seconds": manifest.seconds,
+        "metrics": manifest.metrics,
+        "milestone": manifest.milestone,
         "metadata": manifest.metadata,
         "seal": manifest.seal,
     }
@@ -282,10 +287,10 @@ def prune(  # noqa: PLR0917  A command's options, not a call's.
 
     rule = _retain.Best(best, count, "max" if largest else "min") if best is not None else None
     place = _storage.folder(root)
-    if not (there := _commit.steps(place)):
+    if not _commit.steps(place):
         raise NotFound(f"there are no checkpoints in {place}", hint=_unlisted(place) or "check the path")
     gone = _retain.prune(root, _retain.Keep(last, daily, every, rule), dry_run=dry_run)
-    kept = [step for step in there if step not in gone]
+    kept = [step for step in _retain.facts_of(place) if step not in gone]
     if as_json:
         _print_json({"root": place.url, "dry_run": dry_run, "deleted": gone, "kept": kept})
     else:

@@ -21,6 +21,7 @@ from . import _retain
 from .errors import CheckpointError, Fault
 
 LIMIT = 600.0  # Seconds for one run of the program.
+_TWICE = "run twice"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,8 @@ class Proof:
         if not self.interrupted:
             return f"{self.program}: nothing is proven, as it does not run all its steps"
         kills = ", ".join(map(str, self.interrupted))
+        if self.faults and self.faults[0].place.startswith(_TWICE):
+            return f"{self.program}: two runs are not the same, even without a kill: is all that it draws from seeded?"
         if self.ok:
             return (
                 f"{self.program}: killed after step {kills} and resumed, all {self.steps} steps are the same to the bit"
@@ -96,10 +99,13 @@ def prove_resume(
         interrupt_at = () if faults else interrupt_at
         for at in interrupt_at:
             place = Path(folder) / f"interrupted_{at}"
-            _run(program, place, steps, processes, timeout=timeout, kill_at=at)
+            killed = _run(program, place, steps, processes, timeout=timeout, kill_at=at)
+            if twice := list(_differences(f"{_TWICE}, step", whole, killed, sorted(killed))):
+                return Proof(program, steps, interrupt_at, tuple(twice))
             saved = _retain.steps(place / "root")
             if not saved:
-                faults.append(Fault(f"killed after step {at}", "a checkpoint to resume from", "none was committed"))
+                found = f"it saved nothing until then: save more often, or kill later than after step {at}"
+                faults.append(Fault(f"killed after step {at}", "a checkpoint to resume from", found))
                 continue
             resumed = _run(program, place, steps, processes, timeout=timeout)
             faults += _compare(at, saved[-1], whole, resumed)
@@ -219,16 +225,20 @@ def _compare(at: int, saved: int, whole: Record, resumed: Record) -> Iterator[Fa
     if first != saved + 1:
         told = "no step" if first is None else f"step {first}"
         yield Fault(where, f"to go on with step {saved + 1} after the checkpoint of step {saved}", told)
-    for step in sorted(whole.keys() | {s for s in resumed if s > saved}):
-        if step <= saved:
-            continue
-        if step not in resumed or step not in whole:
-            yield Fault(f"{where}, step {step}", "in both runs", "in one only")
+    later = sorted(step for step in whole.keys() | resumed.keys() if step > saved)
+    yield from _differences(f"{where}, step", whole, resumed, later)
+
+
+def _differences(where: str, whole: Record, other: Record, steps: Iterable[int]) -> Iterator[Fault]:
+    """All that differs at the first of some steps at which anything does."""
+    for step in steps:
+        if step not in other or step not in whole:
+            yield Fault(f"{where} {step}", "in both runs", "in one only")
             return
-        a, b = whole[step], resumed[step]
+        a, b = whole[step], other[step]
         odd = [name for name in sorted(a.keys() | b.keys()) if a.get(name) != b.get(name)]
         for name in odd:
-            yield Fault(f"{where}, step {step}: {name}", _short(a.get(name)), _short(b.get(name)))
+            yield Fault(f"{where} {step}: {name}", _short(a.get(name)), _short(b.get(name)))
         if odd:
             return  # From here on everything differs.
 

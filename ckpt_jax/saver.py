@@ -5,6 +5,7 @@ import collections
 import contextlib
 import itertools
 import os
+import platform
 import queue
 import sys
 import threading
@@ -19,7 +20,7 @@ from ._events import Event, Log
 from ._health import Health
 from ._manifest import Manifest
 from ._retain import Keep
-from .errors import CheckpointError, Mismatch, Unhealthy
+from .errors import CheckpointError, Exists, Mismatch, Unhealthy
 
 Tree = TypeVar("Tree")
 _HEALTHY = Health()
@@ -147,13 +148,14 @@ class Saver:
         self.skipped = 0
         self._index, self._count = _processes.here()
         self._log = Log(self._root, self._index, on_event)
-        self._notice = _preempt.Notice()
+        self._notice = _preempt.Notice(grace)
         self._told = False  # Whether the others have been told of it.
         agrees = (every is not None and every.minutes is not None) or not self._notice.service
         client = _processes.client() if agrees else None
         self._meeting = _agree.Meeting(client, self._index, self._count, f"ckpt_jax/saver/{next(_numbers)}", self._warn)
         self._failures: list[BaseException] = []
         self._newest = collections.deque[int](maxlen=max(1, keep.last) if keep is not None else 1)  # Committed here.
+        self._start_step = self._seen = 0  # Where it was resumed, and the last step that it was told of.
         self._last = time.monotonic()
         self._took: float | None = None  # Seconds of the last write.
         self._before: Mapping[str, Any] = {}
@@ -168,7 +170,8 @@ class Saver:
         self._starter: threading.Thread | None = None  # Who has that lock.
         _open.add(self)
         _at_the_end_of_a_worker()
-        self._log.add("started")
+        several = f", process {self._index} of {self._count}" if self._count > 1 else ""
+        self._log.add("started", message=f"pid {self._pid} on {platform.node()}{several}")
 
     # --- the run ---
 
@@ -204,6 +207,7 @@ class Saver:
         _resume.check_counts(manifest, state, self._log)
         self._meeting.back_to(manifest.step)
         self._resumed = _Resumed(manifest.step, _resume.positions(manifest, state, self._index))
+        self._start_step = self._seen = manifest.step
         self._last = time.monotonic()
         return state, manifest.step
 
@@ -233,7 +237,7 @@ class Saver:
         """
         self._check_open()
         self._check_failures()
-        step = _save.as_step(step)
+        step = self._seen = _save.as_step(step)
         agreed = self._agreed(step)
         if "stop" in agreed:
             return self._last_save(step, state, metrics, metadata, milestone=milestone)
@@ -255,7 +259,7 @@ class Saver:
         After the notice of a preemption it saves as `step` would: if there is time.
         """
         self._check_open()
-        step = _save.as_step(step)
+        step = self._seen = _save.as_step(step)
         self._check_thread()
         if "stop" in self._agreed(step):
             self._last_save(step, state, metrics, metadata, milestone=milestone)
@@ -282,10 +286,13 @@ class Saver:
         Raises:
             CheckpointError, OSError: the last save was lost, and nothing newer is committed.
         """
+        self._close("")
+
+    def _close(self, why: str) -> None:
         if self._closed or os.getpid() != self._pid:  # A forked child has the object, but not the thread.
             return
         self._wait_for_writer()
-        self._end()
+        self._end(why)
         if self.last_error is not None:
             raise self.last_error
 
@@ -296,12 +303,12 @@ class Saver:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self.close()
+            self._close("" if error is None else f"after {type(error).__name__}: {error!s:.200}")
         except BaseException:
             if error is None:  # What ended the `with` itself is more to the point.
                 raise
 
-    def _end(self) -> None:
+    def _end(self, why: str) -> None:
         self._closed = True
         self._meeting.close()
         self._notice.close()
@@ -309,7 +316,9 @@ class Saver:
             self._work.put(None)
             self._thread.join()
         _open.discard(self)
-        self._log.add("closed")
+        newest = self._newest[-1] if self._newest else self._start_step
+        unsaved = f"steps {newest + 1} to {self._seen} are not saved" if self._seen > newest else ""
+        self._log.add("closed", message="; ".join(filter(None, [why, unsaved])))
 
     # --- when ---
 
@@ -499,6 +508,8 @@ class Saver:
         if isinstance(error, _save.Declined):
             self._log.add("declined", step, message=str(error))
             return
+        if isinstance(error, Exists):  # There is no `overwrite` here.
+            error.hint = "a root is for one run: does another save there, or did this one not begin with `resume`?"
         self.last_error = error
         self._failures.append(error)
         rejected = isinstance(error, Unhealthy)
@@ -565,7 +576,7 @@ def _finish_all() -> None:
         try:
             saver.close()
         except BaseException as error:  # noqa: BLE001
-            print(f"ckpt_jax: the last save was lost: {error}", file=sys.stderr)
+            print(f"ckpt_jax: the last save was lost: {type(error).__name__}: {error}", file=sys.stderr)
             lost = True
     if lost:  # An atexit handler cannot change the exit code in any other way.
         with contextlib.suppress(OSError, ValueError):

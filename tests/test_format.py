@@ -33,7 +33,7 @@ def read_as_a_stranger(folder: Path) -> dict[str, np.ndarray]:
     for path, (size, *_) in manifest["files"].items():  # F-2, F-24
         assert (folder / path).stat().st_size == size
     arrays = {}
-    for name, leaf in manifest["leaves"].items():
+    for name, leaf in manifest.get("leaves", {}).items():
         if leaf["kind"] not in ("array", "key"):
             continue
         base = f"file://{folder}/{manifest.get('state', 'state')}/"

@@ -21,7 +21,7 @@ import optax
 import pytest
 
 import ckpt_jax as ck
-from ckpt_jax import _agree, _save, _snapshot, _writing
+from ckpt_jax import _agree, _restore, _save, _snapshot, _writing
 from ckpt_jax._events import Event
 from tests.trees import same
 
@@ -302,7 +302,8 @@ def test_resume_passes_over_what_is_damaged_and_marks_it(tmp_path, damage):
     events: list[Event] = []
     like = {"w": np.zeros(5000, np.float32), "step": 0}
     with ck.Saver(tmp_path, on_event=events.append) as saver:
-        state, step = saver.resume(like)
+        with pytest.warns(UserWarning, match="step 3 cannot be read, and the one before is taken: "):
+            state, step = saver.resume(like)
         assert (step, state["step"]) == (2, 2)
         assert [e.step for e in events if e.kind == "fell back"] == [3]
         assert ck.steps(tmp_path) == [1, 2]
@@ -322,15 +323,43 @@ def test_what_cannot_be_marked_is_passed_over_all_the_same(tmp_path):
         ck.save(tmp_path / str(step), {"w": np.full(5000, step)})
     _flip(tmp_path / "2")
     (tmp_path / "2" / "BAD.json" / "in the way").mkdir(parents=True)
-    with ck.Saver(tmp_path) as saver:
+    with ck.Saver(tmp_path) as saver, pytest.warns(UserWarning, match="step 2 cannot be read"):
         assert saver.resume({"w": np.zeros(5000, int)})[1] == 1
+
+
+def test_where_nothing_can_be_read_the_run_does_not_begin_anew(tmp_path):
+    """Neither at the first try, nor once all are marked."""
+    for step in (1, 2):
+        ck.save(tmp_path / str(step), {"w": np.full(5000, step)})
+        _flip(tmp_path / str(step))
+    for _ in range(2):
+        with ck.Saver(tmp_path) as saver, pytest.raises(ck.Corrupt, match="all 2 of them are damaged"):
+            saver.resume({"w": np.zeros(5000, int)})
+    assert ck.steps(tmp_path, bad=True) == [1, 2]
+
+
+def test_a_step_that_is_replaced_while_it_is_read_is_taken_as_it_is_then(tmp_path, monkeypatch):
+    for step in (1, 2):
+        ck.save(tmp_path / str(step), {"w": np.full(5000, step)})
+    fetch = _restore.fetch
+
+    def late(*arguments, **named):
+        monkeypatch.setattr(_restore, "fetch", fetch)
+        ck.save(tmp_path / "2", {"w": np.full(5000, 22)}, overwrite=True)
+        return fetch(*arguments, **named)
+
+    monkeypatch.setattr(_restore, "fetch", late)
+    with ck.Saver(tmp_path) as saver:
+        state, step = saver.resume({"w": np.zeros(5000, int)})
+    assert (step, state["w"][0]) == (2, 22)
+    assert ck.steps(tmp_path, bad=True) == []
 
 
 def test_a_mark_says_why(tmp_path):
     ck.save(tmp_path / "1", {"w": np.zeros(5000)})
     _flip(tmp_path / "1")
-    with ck.Saver(tmp_path) as saver:
-        assert saver.resume({"w": np.zeros(5000)})[1] == 0
+    with ck.Saver(tmp_path) as saver, pytest.raises(ck.Corrupt):
+        saver.resume({"w": np.zeros(5000)})
     told = json.loads((tmp_path / "1" / "BAD.json").read_text())
     assert told["why"].startswith("w: expected chunk [0] in state/ocdbt.process_0/d/")
     assert told["pid"] == os.getpid()
@@ -930,3 +959,71 @@ def test_wrong_arguments_are_told_at_once(memory):
             saver.save("7", {})  # pyright: ignore[reportArgumentType]
         with pytest.raises(TypeError, match="metrics"):
             saver.save(1, {"a": 1}, metrics={"f": open})
+
+
+def test_a_memory_mapped_leaf_is_copied(tmp_path):
+    mapped = np.memmap(tmp_path / "mapped", np.float32, "w+", shape=(1000,))
+    mapped[:] = 1
+    with ck.Saver(tmp_path / "run") as saver:
+        saver.save(1, {"m": mapped})
+        mapped[:] = 2
+    assert (ck.restore(tmp_path / "run" / "1")["m"] == 1).all()
+
+
+@pytest.mark.parametrize("how", ["truncate", "remove"])
+def test_what_the_storage_loses_before_the_commit_is_not_committed(tmp_path, how):
+    def lose(event):
+        if event.kind == "written":
+            (file,) = tmp_path.glob("1.*/state/ocdbt.process_0/d/*00000000")
+            os.truncate(file, file.stat().st_size - 1) if how == "truncate" else file.unlink()
+
+    saver = ck.Saver(tmp_path, on_event=lose)
+    saver.save(1, {f"l{i}": np.ones(50) for i in range(100)} | {"z": np.zeros(400)})
+    with pytest.raises(ck.CheckpointError, match="what was just written is gone"):
+        saver.close()
+    assert ck.steps(tmp_path) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["events.jsonl"]
+
+
+def test_who_did_not_resume_is_told_what_a_root_is_for(memory):
+    ck.save(f"{memory}/1", {"w": np.ones(3)})
+    saver = ck.Saver(memory)
+    saver.save(1, {"w": np.ones(3)})
+    with pytest.raises(ck.errors.Exists, match="a root is for one run"):
+        saver.close()
+
+
+def test_the_end_tells_what_is_not_saved(memory):
+    events: list[Event] = []
+    with ck.Saver(memory, every=ck.Every(steps=4), on_event=events.append) as saver:
+        for step in range(1, 7):
+            saver.step(step, {"w": np.ones(3)})
+    assert str(events[-1]) == "closed: steps 5 to 6 are not saved"
+
+
+def test_an_end_by_an_error_says_so(memory):
+    events: list[Event] = []
+    with pytest.raises(ZeroDivisionError), ck.Saver(memory, on_event=events.append):
+        raise ZeroDivisionError("no")
+    assert str(events[-1]) == "closed: after ZeroDivisionError: no"
+
+
+def test_events_that_cannot_be_written_are_told_once(tmp_path):
+    (tmp_path / "events.jsonl").mkdir()
+    events: list[Event] = []
+    with ck.Saver(tmp_path, on_event=events.append) as saver:
+        saver.save(1, {"w": np.ones(3)})
+    (warning,) = (event for event in events if event.kind == "warning")
+    assert "events.jsonl: " in warning.message
+    assert ck.steps(tmp_path) == [1]
+
+
+def test_a_metric_that_no_checkpoint_has_deletes_nothing(memory):
+    events: list[Event] = []
+    with ck.Saver(memory, keep=ck.Keep(last=1, best=ck.Best("los")), on_event=events.append) as saver:
+        for step in (1, 2):
+            saver.save(step, {"w": np.ones(3)}, metrics={"loss": 1.0})
+    assert ck.steps(memory) == [1, 2]
+    assert any("no checkpoint" in event.message and "one of loss" in event.message for event in events)
+    with pytest.raises(ck.CheckpointError, match=r"no checkpoint in .* has the metric 'los'"):
+        ck.prune(memory, ck.Keep(last=1, best=ck.Best("los")))

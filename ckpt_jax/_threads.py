@@ -1,0 +1,67 @@
+"""Threads that do what they are given, also while Python ends (no JAX)."""
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+
+class Pool:
+    """Up to so many threads; where none can be started any more the caller does the work.
+
+    `concurrent.futures` takes nothing once the main thread has ended, but then a run's last save is often under way.
+    """
+
+    def __init__(self, count: int):
+        self._count = count
+        self._threads: list[threading.Thread] = []
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._over = False
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """The result to come of a call."""
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            if self._over or not future.set_running_or_notify_cancel():
+                future.cancel()
+                return
+            try:
+                future.set_result(function(*arguments))
+            except BaseException as error:  # noqa: BLE001  Raised where the result is asked for.
+                future.set_exception(error)
+
+        if len(self._threads) < self._count:
+            thread = threading.Thread(target=self._work, daemon=True)
+            with contextlib.suppress(RuntimeError):
+                thread.start()
+                self._threads.append(thread)
+        if self._threads:
+            self._jobs.put(run)
+        else:
+            run()
+        return future
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+    def close(self) -> None:
+        """Waits for what has begun; the rest is not done."""
+        self._over = True
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+
+
+@contextlib.contextmanager
+def pool(count: int) -> Iterator[Pool]:
+    """A pool that is closed in the end, whatever happens."""
+    made = Pool(count)
+    try:
+        yield made
+    finally:
+        made.close()
