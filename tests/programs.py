@@ -104,6 +104,12 @@ def no_loader(root: str, steps: int) -> Iterator[Step]:
     return _run(root, steps, _without("data"))
 
 
+def unseeded(root: str, steps: int) -> Iterator[Step]:
+    """Another one each time, also without a kill."""
+    for step, state, ids in good(root, steps):
+        yield step, state | {"noise": os.urandom(8)}, ids
+
+
 def no_schedule_count(root: str, steps: int) -> Iterator[Step]:
     return _run(root, steps, lambda state: _without("opt")(state) | {"adam": state["opt"][0]})
 

@@ -136,3 +136,11 @@ def test_what_each_of_two_processes_has_for_itself_is_compared():
     proof = ck.prove_resume("tests.programs:other_arrays_in_process_1", steps=3, interrupt_at=[1], processes=2)
     places = {fault.place for fault in proof.faults}
     assert places == {f"killed after step 1, step 2: process 1, {name}" for name in ("a", "b")}, str(proof)
+
+
+def test_a_program_that_is_another_each_time_is_told_so():
+    """Else one would look for what the state lacks."""
+    proof = ck.prove_resume("tests.programs:unseeded", steps=4, interrupt_at=[2])
+    assert not proof.ok
+    assert proof.faults[0].place == "run twice, step 1: noise"
+    assert "two runs are not the same, even without a kill" in str(proof)

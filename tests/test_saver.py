@@ -21,7 +21,7 @@ import optax
 import pytest
 
 import ckpt_jax as ck
-from ckpt_jax import _agree, _restore, _save, _snapshot, _writing
+from ckpt_jax import _agree, _restore, _save, _snapshot, _threads, _writing
 from ckpt_jax._events import Event
 from tests.trees import same
 
@@ -501,9 +501,60 @@ def child(body: str, root: Path, **named: Any) -> subprocess.CompletedProcess[st
     [("sys.exit(0)", 0, True), ("raise ValueError('x')", 1, True), ("", 0, True), ("os._exit(0)", 0, False)],
 )
 def test_c058_a_process_that_ends_finishes_its_save(tmp_path, end, code, there):
-    done = child(f"saver = ck.Saver(root)\nsaver.save(5, state)\n{end}\n", tmp_path)
+    """One of several data files: its threads begin when the main thread is over."""
+    state = "state = {str(i): np.full(5_000_000, i) for i in range(4)}\n"
+    done = child(f"{state}saver = ck.Saver(root)\nsaver.save(5, state)\n{end}\n", tmp_path)
     assert done.returncode == code, done.stderr
     assert ck.steps(tmp_path) == ([5] if there else [])
+    assert not there or ck.verify(tmp_path / "5").ok
+
+
+def test_a_thread_trains_on_when_the_main_one_is_over(tmp_path):
+    """Python lets it: it waits for the others."""
+    done = child(
+        """
+        import threading
+        def train():
+            time.sleep(0.5)
+            with ck.Saver(root) as saver:
+                for step in (1, 2):
+                    saver.save(step, {"w": np.full(50_000, step)})
+                assert saver.resume({"w": np.zeros(50_000, int)})[1] == 2
+        threading.Thread(target=train).start()
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert ck.steps(tmp_path) == [1, 2]
+
+
+def test_a_pool_without_threads_has_its_caller_do_the_work(monkeypatch):
+    """From Python 3.12 on none is started once the program ends."""
+
+    def refuse(self):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with _threads.pool(2) as pool:
+        assert pool.submit(lambda x: x + 1, 1).result() == 2
+        assert isinstance(pool.submit(lambda: 1 / 0).exception(), ZeroDivisionError)
+
+
+def test_what_a_closed_pool_has_not_begun_is_not_done():
+    gate, begun, done = threading.Event(), threading.Event(), []
+
+    def work(number):
+        begun.set()
+        gate.wait(10)
+        done.append(number)
+
+    pool = _threads.Pool(1)
+    futures = [pool.submit(work, number) for number in range(3)]
+    begun.wait(10)
+    threading.Timer(0.2, gate.set).start()
+    pool.close()
+    assert done == [0]
+    assert [future.cancelled() for future in futures] == [False, True, True]
 
 
 def test_a_save_that_is_lost_at_the_end_is_said_and_is_no_success(tmp_path):
