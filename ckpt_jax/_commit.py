@@ -1,7 +1,7 @@
 """Commit: a checkpoint is there from the moment its manifest is, and never half (no JAX).
 
-On a file system all is written in an attempt folder beside the target, made durable, and renamed. On a bucket it is
-written in place, and the manifest, which comes last, is a create-only put that carries the attempt's nonce.
+On a file system all is written in an attempt folder beside the target, made durable, and renamed. On a bucket each
+attempt writes below a name of its own, and the manifest, which comes last, is a create-only put.
 """
 
 import contextlib
@@ -232,8 +232,8 @@ def check_free(target: Folder, *, overwrite: bool) -> None:
                 hint="overwrite=True replaces it, once the new one is whole",
             )
         foreign = _foreign(target, entries)
-    elif not target.local and set(entries) <= _OURS:
-        return  # In a bucket: what a dead attempt left.
+    elif not target.local and all(name in _OURS or name.startswith("state.") for name in entries):
+        return  # In a bucket: what another attempt writes, or a dead one left.
     else:
         foreign = entries
     if not foreign:
@@ -263,10 +263,7 @@ def begin(target: Folder, *, overwrite: bool) -> Attempt:
     check_free(target, overwrite=overwrite)
     nonce = secrets.token_hex(8)
     if not target.local:
-        taken = _manifest.NAME in target.entries()
-        if not taken:
-            target.remove()
-        return Attempt(target, target, nonce, overwrite, f"state.{nonce}" if taken else "state")
+        return Attempt(target, target, nonce, overwrite, f"state.{nonce}")
     target.parent.make()
     clear(target)
     attempt = Attempt(target, target.parent / f"{target.name}{TMP}{nonce}", nonce, overwrite)
@@ -310,12 +307,12 @@ def commit(attempt: Attempt, manifest: Manifest) -> None:
                 raise
             why = f"{error.strerror}: the checkpoint is in place, but a crash of this machine may undo that"
             raise OSError(error.errno, why, attempt.target.url) from error
-    elif attempt.state != "state":  # Overwriting in a bucket: one put takes the old one's place.
-        old = {path for path in attempt.target.files() if not path.startswith(f"{attempt.state}/")} - set(
-            manifest.files
-        )
+    elif attempt.overwrite:  # One put takes the old one's place, whose files go; those of another attempt are its own.
+        old: set[str] = set()
+        with contextlib.suppress(CheckpointError):
+            old = set(load_data(attempt.target).files)
         attempt.target.write(_manifest.NAME, data)
-        for path in old - {_manifest.NAME}:
+        for path in (old - set(manifest.files)) | {BAD}:
             attempt.target.unlink(path)
     elif not attempt.target.create(_manifest.NAME, data):
         raise Exists(
@@ -349,10 +346,8 @@ def abandon(attempt: Attempt) -> None:
     attempt.close()
     if attempt.target.local:
         leave(attempt)
-    elif attempt.state != "state":
+    else:
         (attempt.target / attempt.state).remove()
-    elif attempt.target.read(_manifest.NAME) is None:
-        attempt.target.remove()
 
 
 def leave(attempt: Attempt) -> None:

@@ -356,12 +356,16 @@ def _scalar_digests(leaves: dict[str, Leaf], group: _processes.Group) -> dict[st
 def _finish(attempt: _commit.Attempt, manifest: Manifest, parts: list[Part], started: float) -> None:
     manifest.attempt, manifest.state, manifest.time = attempt.nonce, attempt.state, time.time()
     sidecars = _orbax.sidecars(manifest, str(jax.devices()[0]) if _has_key(manifest) else "")
-    for path, data in sidecars.items():
+    inside, beside = sidecars, {}
+    if not attempt.target.local:  # What has a fixed name beside the arrays would be another attempt's, too.
+        inside = {path: data for path, data in sidecars.items() if path.startswith(f"{attempt.state}/")}
+        beside = {path: data for path, data in sidecars.items() if path not in inside}
+    for path, data in inside.items():
         attempt.folder.write(path, data)
     sizes = _sizes(attempt, parts)
-    ours = sidecars.keys() | {path for path in sizes if path.startswith(f"{attempt.state}/")}
+    ours = inside.keys() | {path for path in sizes if path.startswith(f"{attempt.state}/")}
     # The trees of keys begin in small files: those of the writers, which nobody reads any more, are digested too.
-    small = sidecars | {p: attempt.folder.read(p) or b"" for p in ours if p.endswith(f"/{_ocdbt.MANIFEST}")}
+    small = inside | {p: attempt.folder.read(p) or b"" for p in ours if p.endswith(f"/{_ocdbt.MANIFEST}")}
     manifest.files = {
         path: File(size, xxhash.xxh3_128_hexdigest(small[path]) if path in small else "")
         for path, size in sorted(sizes.items())
@@ -369,6 +373,9 @@ def _finish(attempt: _commit.Attempt, manifest: Manifest, parts: list[Part], sta
     }
     manifest.seconds["merge"] = time.perf_counter() - started
     _commit.commit(attempt, manifest)
+    for path, data in beside.items():
+        with contextlib.suppress(OSError):  # It is committed; this is for Orbax alone.
+            attempt.target.write(path, data)
 
 
 def _sizes(attempt: _commit.Attempt, parts: list[Part]) -> dict[str, int]:

@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import textwrap
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -843,3 +844,59 @@ def test_a_checkpoint_deleted_between_two_chunks_is_not_found(tmp_path: Path, mo
     with pytest.raises(ck.NotFound, match=r"deleted while being read"):
         ck.restore(tmp_path / "1")
     assert os.listdir(tmp_path) == ["LATEST"]
+
+
+# --- two that save one step -------------------------------------------------------------------------------------------
+
+
+def at_once(count: int, call: Callable[[int], Any]) -> list[Exception]:
+    """Calls a function in so many threads; what it raised."""
+    raised: list[Exception] = []
+
+    def run(number: int) -> None:
+        try:
+            call(number)
+        except Exception as error:  # noqa: BLE001
+            raised.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return raised
+
+
+def test_of_two_runs_that_save_one_step_the_first_has_it(root):
+    for step in range(5):
+        place = f"{root}/{step}"
+        raised = at_once(2, lambda number, place=place: ck.save(place, {"a": np.full(50_000, number), "b": number}))
+        assert [type(error) for error in raised] == [ck.errors.Exists]
+        assert ck.verify(place).ok
+        tree = ck.restore(place)
+        assert (tree["a"] == tree["b"]).all()
+
+
+def test_of_several_that_replace_a_checkpoint_one_is_there_whole(root):
+    place = f"{root}/1"
+    for _ in range(5):
+        raised = at_once(4, lambda number: ck.save(place, {"a": np.full(50_000, number), "b": number}, overwrite=True))
+        assert {type(error) for error in raised} <= {ck.errors.Exists}
+        assert ck.verify(place).ok
+        tree = ck.restore(place)
+        assert (tree["a"] == tree["b"]).all()
+
+
+def test_in_a_bucket_no_attempt_touches_what_another_writes(memory):
+    """Also while the one that is replaced is read."""
+    place = f"{memory}/1"
+    ck.save(place, {"a": np.zeros(50_000)})
+    before = set(_storage.folder(place).files())
+    attempt = _commit.begin(_storage.folder(place), overwrite=True)
+    (attempt.folder / attempt.state).write("half", b"written")
+    ck.save(place, {"a": np.ones(50_000)}, overwrite=True)
+    assert f"{attempt.state}/half" in _storage.folder(place).files()
+    _commit.abandon(attempt)
+    names = {name.partition("/")[0] for name in _storage.folder(place).files()}
+    assert len([name for name in names if name.startswith("state.")]) == 1
+    assert not {name for name in before if name.startswith("state.")} & set(_storage.folder(place).files())
