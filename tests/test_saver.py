@@ -596,6 +596,27 @@ def test_a_forked_child_has_no_part_in_it(tmp_path):
 
 # --- preemption -------------------------------------------------------------------------------------------------------
 
+
+def test_a_second_sigterm_after_the_grace_ends_what_hangs(tmp_path):
+    """The first is noted; one that comes within the grace is no other."""
+    done = child(
+        """
+        _writing.write = lambda *a, **k: time.sleep(600)
+        saver = ck.Saver(root, grace=0.5)
+        saver.save(1, state)
+        for pause in (0, 0.6):
+            os.kill(os.getpid(), signal.SIGTERM)
+            print("alive", flush=True)
+            time.sleep(pause)
+        os.kill(os.getpid(), signal.SIGTERM)
+        print("too late", flush=True)
+        """,
+        tmp_path,
+    )
+    assert done.returncode == -signal.SIGTERM
+    assert done.stdout == "alive\nalive\n"
+
+
 LOOP = """
 events = []
 with ck.Saver(root, every=ck.Every(steps=1000), grace={grace}, on_event=lambda e: print(e, flush=True)) as saver:

@@ -900,3 +900,18 @@ def test_in_a_bucket_no_attempt_touches_what_another_writes(memory):
     names = {name.partition("/")[0] for name in _storage.folder(place).files()}
     assert len([name for name in names if name.startswith("state.")]) == 1
     assert not {name for name in before if name.startswith("state.")} & set(_storage.folder(place).files())
+
+
+def test_a_commit_that_may_not_be_durable_says_that_it_is_in_place(tmp_path, monkeypatch):
+    fsync = _storage._fsync
+
+    def fail(path: str) -> None:
+        if path == str(tmp_path) and (tmp_path / "1").exists():
+            raise OSError(errno.EIO, "Input/output error", path)
+        fsync(path)
+
+    monkeypatch.setattr(_storage, "_fsync", fail)
+    with pytest.raises(OSError, match="Input/output error: the checkpoint is in place, but a crash"):
+        ck.save(tmp_path / "1", {"a": np.ones(3)})
+    monkeypatch.undo()
+    assert ck.verify(tmp_path / "1").ok
