@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any
 
+import crc32c
 import msgspec
 import numpy as np
 import tensorstore as ts
@@ -28,23 +29,24 @@ def open_store(place: Folder) -> ts.KvStore:
 
 
 class Wanted(msgspec.Struct, gc=False):
-    """A chunk to be read."""
+    """A chunk to be read; with its crc32c checked too, by which TensorStore and Orbax read, or by its digest alone."""
 
     name: str
     coords: _chunks.Shape
     size: int
     digest: str
+    crc: bool
 
     @property
     def key(self) -> str:
         return _chunks.key(self.name, self.coords)
 
 
-def wanted(name: str, leaf: Leaf, coords: Iterable[_chunks.Shape]) -> Iterator[Wanted]:
+def wanted(name: str, leaf: Leaf, coords: Iterable[_chunks.Shape], *, crc: bool = False) -> Iterator[Wanted]:
     """Some chunks of a leaf."""
     size, counts = chunk_bytes(leaf), leaf.counts
     for at in coords:
-        yield Wanted(name, at, size, leaf.digest(_chunks.position(at, counts)))
+        yield Wanted(name, at, size, leaf.digest(_chunks.position(at, counts)), crc)
 
 
 class Source:
@@ -179,6 +181,8 @@ def _check(chunk: Wanted, answer: Any) -> tuple[memoryview | None, str]:
     digest = xxhash.xxh3_128_hexdigest(data)
     if digest != chunk.digest:
         return None, f"digest {digest[:12]}… in place of {chunk.digest[:12]}…"
+    if chunk.crc and crc32c.crc32c(data) != int.from_bytes(memoryview(value)[chunk.size :], "little"):
+        return None, "another crc32c than that of its values, which are right; Orbax will not read it"
     return data, ""
 
 

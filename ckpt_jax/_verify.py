@@ -103,7 +103,7 @@ def progress(path: _storage.PathLike, level: Level = "chunks") -> Iterator[tuple
             chunk
             for name, leaf in manifest.leaves.items()
             if leaf.stored
-            for chunk in _reading.wanted(name, leaf, _chunks.covering(_chunks.whole(leaf.shape), leaf.chunk))
+            for chunk in _reading.wanted(name, leaf, _chunks.covering(_chunks.whole(leaf.shape), leaf.chunk), crc=True)
         )
         for chunk, done_with, found in _reading.read(requests, [source]):
             if done_with is None:

@@ -3,8 +3,6 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import numpy as np
 import pytest
 
 import ckpt_jax as ck
+from tests.forked import Child
 from tests.test_processes import HEAD, free_port
 
 RUN = (
@@ -49,13 +48,7 @@ class Run:
     def __init__(self, body: str, root: Path, count: int, *roots: Path):
         script, port = RUN + textwrap.dedent(body), free_port()
         self.children = [
-            subprocess.Popen(
-                [sys.executable, "-c", script, str(i), str(count), str(port), str((roots or [root] * count)[i])],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for i in range(count)
+            Child(script, str(i), str(count), str(port), str((roots or [root] * count)[i])) for i in range(count)
         ]
 
     def wait(self, timeout: float = 120) -> tuple[list[int], list[str]]:
@@ -69,7 +62,6 @@ class Run:
 
     def until(self, index: int, text: str) -> None:
         out = self.children[index].stdout
-        assert out is not None
         while text not in (line := out.readline()):
             assert line, f"process {index} ended before it said {text!r}"
 
@@ -377,6 +369,7 @@ def test_a_global_loader_that_is_elsewhere_in_one_process_is_no_checkpoint(tmp_p
         saver._idle.wait()
         print("told:", saver.last_error, flush=True)
         barrier("over")
+        if index == 0: time.sleep(1)  # JAX ends the others when it goes.
         os._exit(0)
         """,
         tmp_path,
