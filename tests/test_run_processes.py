@@ -245,7 +245,7 @@ def publishing(self, key, message):
     if key == "outcome": at("publish")
     return publish(self, key, message)
 _save._processes.Group.publish = publishing
-saver = ck.Saver(root, every=ck.Every(steps=1), timeout=8, on_event=print_event)
+saver = ck.Saver(root, every=ck.Every(steps=1), timeout=5, on_event=print_event)
 saver.step(1, state_at(1))
 saver.wait()
 barrier("armed")
