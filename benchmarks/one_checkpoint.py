@@ -289,7 +289,7 @@ def row(title: str, seconds: dict[str, list[float]]) -> str:
     middle = {name: statistics.median(values) for name, values in seconds.items()}
     ratios = [f"1/{middle[peer] / middle['ckpt_jax']:.1f}" for peer in ("orbax v0", "orbax v1")]
     cells = [f"{middle[name]:.2f}" for name in ("ckpt_jax", "orbax v0", "orbax v1")]
-    raw = f"{middle['raw disk']:.2f}" if "bare calls" in middle else "–"
+    raw = f"{middle['bare calls']:.2f}" if "bare calls" in middle else "–"
     return f"| {title} | **{cells[0]}** | {cells[1]} | {cells[2]} | {raw} | {ratios[0]} | {ratios[1]} |"
 
 
