@@ -204,9 +204,13 @@ class Attempt:
     state: str = "state"
     lock: int | None = field(default=None, repr=False)
 
+    def home(self, index: int) -> str:
+        """The name of the folder that one process writes in, so that none waits for another."""
+        return f"{self.state}/ocdbt.process_{index}"
+
     def process(self, index: int) -> Folder:
-        """The key space that one process writes, so that none waits for another."""
-        return self.folder / self.state / f"ocdbt.process_{index}"
+        """The key space that one process writes."""
+        return self.folder / self.home(index)
 
     def close(self) -> None:
         if self.lock is not None:
@@ -344,20 +348,16 @@ def _put_in_place(attempt: Attempt) -> None:
 def abandon(attempt: Attempt) -> None:
     """Removes what an attempt wrote; nothing of it was ever visible."""
     attempt.close()
-    if attempt.target.local:
-        leave(attempt)
-    else:
-        (attempt.target / attempt.state).remove()
+    leave(attempt)
 
 
 def leave(attempt: Attempt) -> None:
     """What another process than the first does with an attempt that failed.
 
-    What it wrote after the first had removed the folder goes too. In a bucket the next attempt may be writing there.
+    What it wrote after the first had removed all goes too.
     """
-    if attempt.target.local:
-        with contextlib.suppress(OSError):  # What ended the attempt is more to the point; the next one clears up.
-            attempt.folder.remove()
+    with contextlib.suppress(OSError):  # What ended the attempt is more to the point.
+        (attempt.folder if attempt.target.local else attempt.folder / attempt.state).remove()
 
 
 def point(target: Folder, manifest: Manifest) -> None:

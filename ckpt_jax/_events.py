@@ -72,8 +72,9 @@ class Log:
         """As `add`, but leaves the file alone until the next `flush`: the training loop waits for no storage."""
         event = Event(kind, step, self._process, time.time(), **facts)  # pyright: ignore[reportArgumentType]
         if self._process == 0 and self._root.local:  # A bucket's objects cannot be appended to.
-            told = {key: value for key, value in asdict(event).items() if value not in (None, "", {}, ())}
-            line = told if event.bytes else {key: value for key, value in told.items() if key != "bytes"}
+            line = {key: value for key, value in asdict(event).items() if value not in (None, "", {}, ())}
+            if not event.bytes:
+                del line["bytes"]
             self._lines.put(json.dumps(line).encode() + b"\n")
         self._tell(event)
 

@@ -19,7 +19,7 @@ class Notice:
     and a second handler would disable it.
     """
 
-    def __init__(self, grace: float = 0) -> None:
+    def __init__(self, grace: float) -> None:
         self.at: float | None = None  # When it came, by the monotonic clock.
         self._grace = grace
         self._before: Any = None

@@ -125,7 +125,7 @@ def read(
     buffers = Buffers(window)
     ahead = 0
     coming = next(upcoming, None)
-    with _threads.pool(READERS) as pool:
+    with _threads.Pool(READERS) as pool:
         while True:
             while coming and ahead < window and len(queue) < AHEAD and room(coming, not queue):
                 queue.append((coming, _ask(coming, sources[0], use, pool, buffers)))

@@ -1,6 +1,5 @@
 """Resume: all processes go on from the newest step that each of them can read, or none does."""
 
-import itertools
 import json
 import warnings
 from collections.abc import Callable, Mapping
@@ -22,7 +21,8 @@ def resume(root: _storage.Folder, like: Any, group: _processes.Group, log: Log) 
     """
     refused: dict[int, str] = {}  # And why. Also where no mark could be written: the root may be read-only.
     gone: set[int] = set()  # Such as one that was replaced while it was read: it gets another chance.
-    for turn in itertools.count():
+    turn = 0
+    while True:
         place, known = _proposed(root, group, turn, refused, log)
         if place is None:
             return like, None
@@ -40,7 +40,7 @@ def resume(root: _storage.Folder, like: Any, group: _processes.Group, log: Log) 
         if step in gone or any(verdict.startswith("corrupt") for verdict in verdicts):
             refused[step] = _pass_over(place, verdicts, group, log)
         gone.add(step)
-    raise AssertionError("unreachable")
+        turn += 1
 
 
 Proposal = tuple[_storage.Folder | None, Manifest | None]  # A step, and its manifest where it has been read already.

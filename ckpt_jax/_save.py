@@ -356,16 +356,16 @@ def _scalar_digests(leaves: dict[str, Leaf], group: _processes.Group) -> dict[st
 def _finish(attempt: _commit.Attempt, manifest: Manifest, parts: list[Part], started: float) -> None:
     manifest.attempt, manifest.state, manifest.time = attempt.nonce, attempt.state, time.time()
     sidecars = _orbax.sidecars(manifest, str(jax.devices()[0]) if _has_key(manifest) else "")
-    inside, beside = sidecars, {}
-    if not attempt.target.local:  # What has a fixed name beside the arrays would be another attempt's, too.
-        inside = {path: data for path, data in sidecars.items() if path.startswith(f"{attempt.state}/")}
-        beside = {path: data for path, data in sidecars.items() if path not in inside}
+    beside: dict[str, bytes] = {}
+    if not attempt.target.local:  # In a bucket a fixed name beside the arrays would be another attempt's, too.
+        beside = {path: data for path, data in sidecars.items() if not path.startswith(f"{attempt.state}/")}
+    inside = {path: data for path, data in sidecars.items() if path not in beside}
     for path, data in inside.items():
         attempt.folder.write(path, data)
     sizes = _sizes(attempt, parts)
     ours = inside.keys() | {path for path in sizes if path.startswith(f"{attempt.state}/")}
-    # The trees of keys begin in small files: those of the writers, which nobody reads any more, are digested too.
-    small = inside | {p: attempt.folder.read(p) or b"" for p in ours if p.endswith(f"/{_ocdbt.MANIFEST}")}
+    root = f"{attempt.state}/{_ocdbt.MANIFEST}"
+    small = inside | ({root: attempt.folder.read(root) or b""} if root in ours else {})
     manifest.files = {
         path: File(size, xxhash.xxh3_128_hexdigest(small[path]) if path in small else "")
         for path, size in sorted(sizes.items())
@@ -386,7 +386,7 @@ def _sizes(attempt: _commit.Attempt, parts: list[Part]) -> dict[str, int]:
     """
     sizes, faults = attempt.folder.files(), []
     for part in parts:
-        home = f"{attempt.process(part.process).url.removeprefix(attempt.folder.url).lstrip('/')}/"
+        home = f"{attempt.home(part.process)}/"
         for file, size in part.files.items():
             if (found := sizes.get(home + file)) != size:
                 faults.append(Fault(home + file, f"{size:,} bytes", "no such file" if found is None else f"{found:,}"))

@@ -183,17 +183,17 @@ class Folder:
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator[IO[bytes]]:
         """A file to be written piece by piece, which is durable in the end, as by `write`."""
-        with failures(self):
-            if not self.local:
-                file = io.BytesIO()
-                yield file
+        if not self.local:
+            file = io.BytesIO()
+            yield file
+            with failures(self):
                 _kv(self).write(name, file.getvalue()).result()
-                return
-            # A small buffer, which large pieces go past.
-            with _naming(self._path(name)), open(self._path(name), "wb", buffering=64 << 10) as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
+            return
+        # A small buffer, which large pieces go past.
+        with _naming(self._path(name)), open(self._path(name), "wb", buffering=64 << 10) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
 
     def replace(self, name: str, data: bytes) -> None:
         """Puts a file in the place of another at once and durably: a reader sees the old one or the new one, whole."""

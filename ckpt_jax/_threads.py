@@ -3,15 +3,16 @@
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Self
 
 
 class Pool:
     """Up to so many threads; where none can be started any more the caller does the work.
 
     `concurrent.futures` takes nothing once the main thread has ended, but then a run's last save is often under way.
+    At the end of a `with` it waits for what has begun; the rest is not done.
     """
 
     def __init__(self, count: int):
@@ -48,20 +49,12 @@ class Pool:
         while (job := self._jobs.get()) is not None:
             job()
 
-    def close(self) -> None:
-        """Waits for what has begun; the rest is not done."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         self._over = True
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
             thread.join()
-
-
-@contextlib.contextmanager
-def pool(count: int) -> Iterator[Pool]:
-    """A pool that is closed in the end, whatever happens."""
-    made = Pool(count)
-    try:
-        yield made
-    finally:
-        made.close()

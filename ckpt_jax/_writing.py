@@ -78,7 +78,7 @@ def write(place: Folder, leaves: dict[str, Leaf], chunks: Iterable[Chunk], *, he
     names = (f"d/{nonce}{number:08x}" for number in itertools.count())
     place.make("d")
     files: collections.deque[Future[list[tuple[Chunk, Value, str]]]] = collections.deque()
-    with _threads.pool(WRITERS) as pool:  # After an error nothing may still write.
+    with _threads.Pool(WRITERS) as pool:  # After an error nothing may still write.
         for batch in _batches(leaves, chunks, note):
             if len(files) > WRITERS:  # What is to be written is in memory until it is.
                 for found in files.popleft().result():
@@ -144,7 +144,7 @@ def _laid_out(values: np.ndarray, leaf: Leaf, buffer: bytearray) -> memoryview:
     """A chunk's bytes without their crc32c; zeros where it is beyond the array.
 
     Always a copy: also JAX's arrays may share their memory with NumPy's, which others change, and then what is digested
-    would not be what is written. It costs little, as the copy is what digesting would else wait for memory for.
+    would not be what is written.
     """
     whole = np.frombuffer(buffer, little(leaf.dtype)).reshape(leaf.chunk)
     if values.shape != leaf.chunk:

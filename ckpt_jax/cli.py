@@ -287,10 +287,10 @@ def prune(  # noqa: PLR0917  A command's options, not a call's.
 
     rule = _retain.Best(best, count, "max" if largest else "min") if best is not None else None
     place = _storage.folder(root)
-    if not _commit.steps(place):
-        raise NotFound(f"there are no checkpoints in {place}", hint=_unlisted(place) or "check the path")
     gone = _retain.prune(root, _retain.Keep(last, daily, every, rule), dry_run=dry_run)
     kept = [step for step in _retain.facts_of(place) if step not in gone]
+    if not (gone or kept):
+        raise NotFound(f"there are no checkpoints in {place}", hint=_unlisted(place) or "check the path")
     if as_json:
         _print_json({"root": place.url, "dry_run": dry_run, "deleted": gone, "kept": kept})
     else:

@@ -21,7 +21,6 @@ from . import _retain
 from .errors import CheckpointError, Fault
 
 LIMIT = 600.0  # Seconds for one run of the program.
-_TWICE = "run twice"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +32,14 @@ class Proof:
         steps: how many steps it had.
         interrupted: after which steps it was killed, in a run of its own each; none if it does not run all its steps.
         faults: where a resumed run was another than the one that was not disturbed, the first step and leaf first.
+        is_repeatable: whether two runs are the same until one is killed; if not, `faults` tells where they differ.
     """
 
     program: str
     steps: int
     interrupted: tuple[int, ...]
     faults: tuple[Fault, ...]
+    is_repeatable: bool = True
 
     @property
     def ok(self) -> bool:
@@ -56,7 +57,7 @@ class Proof:
         if not self.interrupted:
             return f"{self.program}: nothing is proven, as it does not run all its steps"
         kills = ", ".join(map(str, self.interrupted))
-        if self.faults and self.faults[0].place.startswith(_TWICE):
+        if not self.is_repeatable:
             return f"{self.program}: two runs are not the same, even without a kill: is all that it draws from seeded?"
         if self.ok:
             return (
@@ -100,8 +101,8 @@ def prove_resume(
         for at in interrupt_at:
             place = Path(folder) / f"interrupted_{at}"
             killed = _run(program, place, steps, processes, timeout=timeout, kill_at=at)
-            if twice := list(_differences(f"{_TWICE}, step", whole, killed, sorted(killed))):
-                return Proof(program, steps, interrupt_at, tuple(twice))
+            if twice := tuple(_differences("run twice, step", whole, killed, sorted(killed))):
+                return Proof(program, steps, interrupt_at, twice, is_repeatable=False)
             saved = _retain.steps(place / "root")
             if not saved:
                 found = f"it saved nothing until then: save more often, or kill later than after step {at}"

@@ -317,7 +317,9 @@ class Saver:
             self._thread.join()
         _open.discard(self)
         newest = self._newest[-1] if self._newest else self._start_step
-        unsaved = f"steps {newest + 1} to {self._seen} are not saved" if self._seen > newest else ""
+        unsaved = (
+            f"what came after step {newest} is not saved; the last was {self._seen}" if self._seen > newest else ""
+        )
         self._log.add("closed", message="; ".join(filter(None, [why, unsaved])))
 
     # --- when ---

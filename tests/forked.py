@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -44,11 +45,14 @@ class Child:
 
     def communicate(self, timeout: float = 120) -> tuple[str, None]:
         """All that it printed, once it has ended; what it leaves running may have its stdout still."""
-        killer = _Alarm(timeout, self)
-        with killer, self.stdout:
+        late = threading.Event()
+        alarm = threading.Timer(timeout, lambda: (late.set(), self.kill()))
+        alarm.start()
+        with self.stdout:
             out = self.stdout.read()
         self.wait(timeout)
-        if killer.rang:
+        alarm.cancel()
+        if late.is_set():
             raise subprocess.TimeoutExpired(self.args[0], timeout, out)
         return out, None
 
@@ -58,27 +62,6 @@ class Child:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
-
-
-class _Alarm:
-    """Kills a process after so many seconds."""
-
-    def __init__(self, seconds: float, child: Child):
-        import threading
-
-        self.rang = False
-        self.child = child
-        self.timer = threading.Timer(seconds, self.ring)
-
-    def ring(self) -> None:
-        self.rang = True
-        self.child.kill()
-
-    def __enter__(self) -> None:
-        self.timer.start()
-
-    def __exit__(self, *_: object) -> None:
-        self.timer.cancel()
 
 
 class _Parent:

@@ -142,5 +142,6 @@ def test_a_program_that_is_another_each_time_is_told_so():
     """Else one would look for what the state lacks."""
     proof = ck.prove_resume("tests.programs:unseeded", steps=4, interrupt_at=[2])
     assert not proof.ok
+    assert not proof.is_repeatable
     assert proof.faults[0].place == "run twice, step 1: noise"
     assert "two runs are not the same, even without a kill" in str(proof)

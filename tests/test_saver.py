@@ -535,7 +535,7 @@ def test_a_pool_without_threads_has_its_caller_do_the_work(monkeypatch):
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    with _threads.pool(2) as pool:
+    with _threads.Pool(2) as pool:
         assert pool.submit(lambda x: x + 1, 1).result() == 2
         assert isinstance(pool.submit(lambda: 1 / 0).exception(), ZeroDivisionError)
 
@@ -548,11 +548,10 @@ def test_what_a_closed_pool_has_not_begun_is_not_done():
         gate.wait(10)
         done.append(number)
 
-    pool = _threads.Pool(1)
-    futures = [pool.submit(work, number) for number in range(3)]
-    begun.wait(10)
-    threading.Timer(0.2, gate.set).start()
-    pool.close()
+    with _threads.Pool(1) as pool:
+        futures = [pool.submit(work, number) for number in range(3)]
+        begun.wait(10)
+        threading.Timer(0.2, gate.set).start()
     assert done == [0]
     assert [future.cancelled() for future in futures] == [False, True, True]
 
@@ -1070,7 +1069,7 @@ def test_the_end_tells_what_is_not_saved(memory):
     with ck.Saver(memory, every=ck.Every(steps=4), on_event=events.append) as saver:
         for step in range(1, 7):
             saver.step(step, {"w": np.ones(3)})
-    assert str(events[-1]) == "closed: steps 5 to 6 are not saved"
+    assert str(events[-1]) == "closed: what came after step 4 is not saved; the last was 6"
 
 
 def test_an_end_by_an_error_says_so(memory):

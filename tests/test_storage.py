@@ -1,6 +1,7 @@
 """Storage: bytes by name on any root, and what a file system can do to a save."""
 
 import errno
+import gc
 import os
 import re
 import resource
@@ -915,3 +916,40 @@ def test_a_commit_that_may_not_be_durable_says_that_it_is_in_place(tmp_path, mon
         ck.save(tmp_path / "1", {"a": np.ones(3)})
     monkeypatch.undo()
     assert ck.verify(tmp_path / "1").ok
+
+
+# --- nothing is left unchecked ----------------------------------------------------------------------------------------
+
+
+def test_of_each_process_only_the_data_files_stay(root):
+    """Its tree of keys was for the merge; what nobody reads nobody would find damaged."""
+    ck.save(f"{root}/1", {"a": np.arange(1000.0), "b": np.ones(3)})
+    manifest = ck.open(f"{root}/1").manifest
+    names = [path for path in _storage.folder(f"{root}/1").files() if "/ocdbt.process_0/" in path]
+    (name,) = names
+    assert manifest.files[name].bytes == 8000 + 4
+
+
+def test_a_crc32c_that_only_orbax_reads_is_verified(tmp_path):
+    ck.save(tmp_path / "1", {"a": np.arange(1000.0)})
+    (path,) = tmp_path.glob("1/state/ocdbt.process_0/d/*")
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert (ck.restore(tmp_path / "1")["a"] == np.arange(1000.0)).all(), "its values are right"
+    (fault,) = ck.verify(tmp_path / "1").faults
+    assert "crc32c" in str(fault)
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_the_collector_is_afterwards_as_it_was(memory, on):
+    """Also where what ran meanwhile failed; a user may have turned it off."""
+    try:
+        (gc.enable if on else gc.disable)()
+        ck.save(f"{memory}/1", {"a": np.ones(3)})
+        assert gc.isenabled() == on
+        with pytest.raises(ck.Mismatch):
+            ck.restore(f"{memory}/1", {"b": np.ones(3)})
+        assert gc.isenabled() == on
+    finally:
+        gc.enable()
