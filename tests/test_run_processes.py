@@ -16,7 +16,7 @@ from tests.test_processes import HEAD, free_port
 RUN = (
     HEAD
     + """
-import time, signal
+import select, signal, time
 from ckpt_jax import _writing, _commit, _save, saver as saver_module
 def print_event(event):
     print(f"{index}: {event}", flush=True)
@@ -38,6 +38,17 @@ def agree(name, here):
     client = distributed.global_state.client
     if index == 0: client.key_value_set(f"agree/{name}", str(here))
     return client.blocking_key_value_get(f"agree/{name}", 60000) == "True"
+def leave(*lost):
+    # Process 0 goes last: JAX ends all others when it goes, also while they are telling of it.
+    from jax._src import distributed
+    client = distributed.global_state.client
+    others = [] if 0 in lost else [i for i in range(1, count) if i not in lost]
+    if index in others: client.key_value_set(f"pid/{index}", str(os.getpid()))
+    for other in others if index == 0 else []:
+        pid = int(client.blocking_key_value_get(f"pid/{other}", 60000))
+        try: select.select([os.pidfd_open(pid)], [], [], 60)
+        except ProcessLookupError: pass
+    os._exit(0)  # Without the barrier at which JAX waits for those that died.
 """
 )
 
@@ -205,7 +216,7 @@ def test_a_root_that_is_not_shared_is_found_out(tmp_path):
         saver.save(1, state_at(1))
         saver._idle.wait()
         print(type(saver.last_error).__name__, flush=True)
-        os._exit(0)
+        leave()
         """,
         tmp_path,
         2,
@@ -254,15 +265,7 @@ try: saver.step(2, state_at(2))
 except OSError as error: print("raised:", error, flush=True)  # Where else than in the writer's thread.
 saver._idle.wait(60)
 print("survived:", saver.last_error, flush=True)
-# Process 0 goes last: JAX ends all others when it goes, also while they are telling of it.
-from jax._src import distributed
-alive = [i for i in range(count) if i != victim or how == "raise"]
-if index and 0 in alive:
-    distributed.global_state.client.key_value_set(f"told/{{index}}", "")
-elif index == 0 in alive:
-    for i in alive:
-        if i: distributed.global_state.client.blocking_key_value_get(f"told/{{i}}", 60000)
-os._exit(0)
+leave(*[victim] if how != "raise" else [])
 """
 FIRST = ["snapshot", "open", "write", "merge", "manifest", "rename", "publish"]
 OTHER = ["snapshot", "open", "write", "part"]
@@ -303,15 +306,12 @@ def test_c103_a_rank_that_dies_hangs_or_fails_costs_its_save_only(tmp_path, coun
 def test_all_that_are_silent_are_named(tmp_path):
     run = Run(
         """
-        from jax._src import distributed
         saver = ck.Saver(root, timeout=6, on_event=print_event)
         if index in (1, 3):
             _writing.write = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)
         saver.save(1, state_at(1))
         saver._idle.wait()
-        if index == 0: agree("2 has told", distributed.global_state.client.blocking_key_value_get("told", 30000) == "2")
-        else: distributed.global_state.client.key_value_set("told", "2")
-        os._exit(0)
+        leave(1, 3)
         """,
         tmp_path,
         4,
@@ -335,7 +335,7 @@ def test_what_a_failure_of_process_0_does_to_the_others_names_its_cause(tmp_path
         saver.save(1, state_at(1))
         saver._idle.wait()
         print("told:", saver.last_error, flush=True)
-        os._exit(0)
+        leave()
         """,
         tmp_path,
         2,
@@ -368,9 +368,7 @@ def test_a_global_loader_that_is_elsewhere_in_one_process_is_no_checkpoint(tmp_p
         saver.save(1, {"data": ck.data.global_batches(range(20), 4, seed=index, process=index, processes=count)})
         saver._idle.wait()
         print("told:", saver.last_error, flush=True)
-        barrier("over")
-        if index == 0: time.sleep(1)  # JAX ends the others when it goes.
-        os._exit(0)
+        leave()
         """,
         tmp_path,
         2,
@@ -411,8 +409,7 @@ def test_a_process_that_leaves_a_step_out_is_missed_there_alone(tmp_path):
             saver._idle.wait()
             barrier(f"at {step}")
         print("last:", saver.last_error, flush=True)
-        barrier("over")
-        os._exit(0)
+        leave()
         """,
         tmp_path,
         2,
