@@ -13,7 +13,7 @@ PACKAGE = Path(ckpt_jax.__file__).parent
 
 # From the ground up; a module imports only from those before it. The floors are those of docs/architecture.md.
 FLOORS = [
-    ["errors", "_collector", "_threads"],
+    ["errors", "_collector", "_direct", "_threads"],
     ["_values", "_chunks", "_structure", "_manifest", "_tree"],
     ["_leaves", "_storage", "_processes"],
     ["_ocdbt", "_ocdbt_writer", "_zarr", "_writing", "_reading", "_health", "_snapshot", "_orbax", "_place"],
@@ -28,6 +28,7 @@ ORDER = [name for floor in FLOORS for name in floor]
 NO_JAX = [
     "errors",
     "_collector",
+    "_direct",
     "_threads",
     "_values",
     "_chunks",
