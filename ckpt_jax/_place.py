@@ -30,8 +30,10 @@ except (ImportError, AttributeError):  # A later jax; a test goes this way too.
 
 
 @functools.lru_cache(4096)
-def _needs(shape: Shape, chunk: Shape, sharding: Any) -> tuple[list[Box], dict[Shape, list[Box]]]:
-    """The boxes of an array that this process needs, and the chunks that cover them, box by box, each once."""
+def _needs(shape: Shape, chunk: Shape, sharding: Any) -> tuple[list[Box], dict[Shape, list[Box]], bool]:
+    """The boxes of an array that this process needs; the chunks that cover them, box by box, each once; whether it is
+    one chunk for one box, which is the whole.
+    """
     if sharding is None:
         boxes = [_chunks.whole(shape)]
     else:
@@ -40,7 +42,7 @@ def _needs(shape: Shape, chunk: Shape, sharding: Any) -> tuple[list[Box], dict[S
     for box in boxes:
         for coords in _chunks.covering(box, chunk):
             covering.setdefault(coords, []).append(box)
-    return boxes, covering
+    return boxes, covering, len(covering) == 1 and boxes == [_chunks.whole(shape)]
 
 
 _AS_IT_IS = contextlib.nullcontext()
@@ -96,13 +98,14 @@ class Plan:
     def __init__(self, leaf: Leaf, want: Target, staging: Staging):
         self.leaf, self.want, self.staging = leaf, want, staging
         self.home = _home(want, leaf.shape, staging.x64) if want.kind in ("jax", "key") else None
-        self.boxes, self.chunks = _needs(leaf.shape, leaf.chunk, want.sharding if self.home else None)
+        needs = _needs(leaf.shape, leaf.chunk, want.sharding if self.home else None)
+        self.boxes, self.chunks, self.is_alone = needs
+        if self.is_alone:  # `alone` makes the leaf, and needs no more.
+            return
         self.pieces: dict[Box, Piece] = {}
         self.rented: dict[Box, np.ndarray] = {}
         self.left = len(self.chunks)
         self.open: dict[Box, int] = {}  # Chunks still to come, of the pieces for which there is memory.
-        # One chunk for one box, which is the whole: `alone` makes the leaf of it.
-        self.is_alone = len(self.chunks) == 1 == len(self.boxes) and self.boxes[0] == _chunks.whole(leaf.shape)
         self.lock = threading.Lock()
 
     def reserve(self, coords: Shape, *, force: bool) -> bool:
