@@ -296,7 +296,11 @@ def _canonical(dtype: str, x64: bool) -> str:
 
 
 class _Home(NamedTuple):
-    """Where an array goes: its sharding, its devices here, the box of each, and JAX's abstract value for it."""
+    """Where an array goes: its sharding, its devices here, the box of each, and JAX's abstract value for it.
+
+    At once, in one call for all devices, but where some of them share a piece: then jaxlib 0.10.2 raises
+    `bad_function_call`.
+    """
 
     sharding: Any
     devices: list[Any]
@@ -304,6 +308,7 @@ class _Home(NamedTuple):
     shape: Shape
     dtype: str
     aval: Any
+    at_once: bool
 
 
 def _home(want: Target, shape: Shape, x64: bool) -> _Home:
@@ -321,7 +326,8 @@ def _destination(where: Any, shape: Shape, dtype: str, *, weak: bool) -> _Home:
         space = mem_kind_to_space(sharding.memory_kind)
         aval = ShapedArray(shape, np.dtype(dtype), weak_type=weak, memory_space=space)
         aval = update_aval_with_sharding(aval, sharding)
-    return _Home(sharding, list(indices), boxes, shape, dtype, aval)
+    at_once = ShapedArray is not None and (len(set(boxes)) == len(boxes) or sharding.is_fully_replicated)
+    return _Home(sharding, list(indices), boxes, shape, dtype, aval, at_once)
 
 
 def _on_devices(pieces: dict[Box, Piece], want: Target, home: _Home) -> jax.Array:
@@ -329,9 +335,7 @@ def _on_devices(pieces: dict[Box, Piece], want: Target, home: _Home) -> jax.Arra
     if _put is None and not want.committed:
         (piece,) = pieces.values()
         return jax.numpy.array(piece[0] if isinstance(piece, list) else _typed(piece, home.dtype).copy())
-    # One call for all, but where some devices share a piece: then jaxlib 0.10.2 raises `bad_function_call`.
-    at_once = len(pieces) == len(home.boxes) or home.sharding.is_fully_replicated
-    if _put is not None and at_once and all(isinstance(piece, np.ndarray) for piece in pieces.values()):
+    if home.at_once and not any(isinstance(piece, list) for piece in pieces.values()):
         values = [_typed(pieces[box], home.dtype) for box in home.boxes]
         return _put(home.aval, home.sharding, values, home.devices, want.committed, False, _COPY)
     shards = {box: iter(p if isinstance(p, list) else _shards(p, box, home)) for box, p in pieces.items()}
