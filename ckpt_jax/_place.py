@@ -326,7 +326,7 @@ def _destination(where: Any, shape: Shape, dtype: str, *, weak: bool) -> _Home:
         space = mem_kind_to_space(sharding.memory_kind)
         aval = ShapedArray(shape, np.dtype(dtype), weak_type=weak, memory_space=space)
         aval = update_aval_with_sharding(aval, sharding)
-    at_once = ShapedArray is not None and (len(set(boxes)) == len(boxes) or sharding.is_fully_replicated)
+    at_once = len(set(boxes)) == len(boxes) or sharding.is_fully_replicated
     return _Home(sharding, list(indices), boxes, shape, dtype, aval, at_once)
 
 
@@ -335,7 +335,7 @@ def _on_devices(pieces: dict[Box, Piece], want: Target, home: _Home) -> jax.Arra
     if _put is None and not want.committed:
         (piece,) = pieces.values()
         return jax.numpy.array(piece[0] if isinstance(piece, list) else _typed(piece, home.dtype).copy())
-    if home.at_once and not any(isinstance(piece, list) for piece in pieces.values()):
+    if _put is not None and home.at_once and not any(isinstance(piece, list) for piece in pieces.values()):
         values = [_typed(pieces[box], home.dtype) for box in home.boxes]
         return _put(home.aval, home.sharding, values, home.devices, want.committed, False, _COPY)
     shards = {box: iter(p if isinstance(p, list) else _shards(p, box, home)) for box, p in pieces.items()}
