@@ -133,13 +133,15 @@ def write(path, values: dict[bytes, bytes], *, inline=20, node_bytes=8 << 20) ->
     """Values in two data files and in the tree."""
     place = _storage.folder(path)
     place.make("d")
-    where = {}
-    with place.writing("d/0") as a, place.writing("d/1") as b:
-        for number, (key, value) in enumerate(values.items()):
-            file = (a, b)[number % 2]
-            elsewhere = len(value) > inline
-            where[key] = Value(f"d/{number % 2}", file.tell(), len(value)) if elsewhere else Value("", data=value)
-            file.write(value if elsewhere else b"")
+    where, files = {}, [b"", b""]
+    for number, (key, value) in enumerate(values.items()):
+        if len(value) > inline:
+            where[key] = Value(f"d/{number % 2}", len(files[number % 2]), len(value))
+            files[number % 2] += value
+        else:
+            where[key] = Value("", data=value)
+    for number, data in enumerate(files):
+        place.write(f"d/{number}", data)
     write_tree(place, "d/tree", where, inline, node_bytes)
 
 
