@@ -1,5 +1,6 @@
 """The demo does what it says: here with a smaller model, and on disk as well as in words."""
 
+import fcntl
 import io
 import json
 import os
@@ -20,8 +21,6 @@ import ckpt_jax
 from ckpt_jax import cli
 from ckpt_jax.demo import checks, children, settings, telling, text
 from ckpt_jax.demo.checks import Step
-
-pytestmark = pytest.mark.xdist_group("demo")  # One run of it serves most of these.
 
 SMALL = """
 [model]
@@ -66,12 +65,18 @@ def demo(folder: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def story(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The demo, run once: its folder, and what it printed."""
-    folder = tmp_path_factory.mktemp("demo")
-    done = subprocess.run(demo(folder), capture_output=True, text=True, encoding="utf-8", check=False, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder / "run", done.stdout
+def story(tmp_path_factory: pytest.TempPathFactory, testrun_uid: str) -> tuple[Path, str]:
+    """The demo's folder, and what it printed: run once, by the first of pytest's processes that asks for it."""
+    folder = tmp_path_factory.getbasetemp().parent / f"demo-{testrun_uid}"
+    folder.mkdir(exist_ok=True)
+    with (folder / "said").open("a+", encoding="utf-8") as said:
+        fcntl.flock(said, fcntl.LOCK_EX)
+        said.seek(0)
+        if not (told := said.read()):
+            done = subprocess.run(demo(folder), capture_output=True, encoding="utf-8", check=False, timeout=600)
+            assert done.returncode == 0, done.stdout + done.stderr
+            said.write(told := done.stdout)
+    return folder / "run", told
 
 
 def killed_step(said: str) -> int:
