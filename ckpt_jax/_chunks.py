@@ -50,7 +50,8 @@ def _parts(n: int, wanted: int, *, even: bool) -> int:
     """Into how many parts an axis of `n` is cut, at least `wanted` if it can be; `even` where others' boxes adjoin."""
     if not even:
         return min(wanted, n)
-    return next(parts for parts in range(min(wanted, n), n + 1) if n % parts == 0)
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return min(d for d in (*small, *(n // d for d in small)) if d >= min(wanted, n))
 
 
 def grid(shape: Shape, shard: Shape, itemsize: int, writers: int = 1, cell_bytes: int = CELL_BYTES) -> Shape:
