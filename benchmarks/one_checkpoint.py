@@ -304,6 +304,30 @@ def row(title: str, seconds: dict[str, list[float]]) -> str:
     return f"| {title} | **{cells[0]}** | {cells[1]} | {cells[2]} | {raw} | {ratios[0]} | {ratios[1]} |"
 
 
+def raw_disk(folder: Path, repeats: int) -> str:
+    """What the disk takes for as many bytes, in one file through the page cache, with nothing done to them."""
+    block, count = os.urandom(64 << 20), 1_493_000_000 >> 26
+    path = folder / "raw"
+    seconds: dict[str, list[float]] = {"written and synced": [], "read": []}
+    for _ in range(repeats):
+        os.sync()
+        started = time.perf_counter()
+        with path.open("wb", buffering=0) as file:
+            for _ in range(count):
+                file.write(block)
+            os.fsync(file.fileno())
+        seconds["written and synced"].append(time.perf_counter() - started)
+        started = time.perf_counter()
+        with path.open("rb", buffering=0) as file:
+            into = bytearray(len(block))
+            while file.readinto(into):
+                pass
+        seconds["read"].append(time.perf_counter() - started)
+        path.unlink()
+    said = " and ".join(f"{what} in {statistics.median(found):.2f} s" for what, found in seconds.items())
+    return f"The raw disk: {count * len(block) / 1e9:.2f} GB {said}."
+
+
 def peak_of(name: str, verb: str) -> float:
     command = [sys.executable, __file__, "--contender", name, "--peak", verb]
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
@@ -325,7 +349,7 @@ def table(folder: Path, repeats: int) -> list[str]:
     for verb in ("save", "restore"):
         cells = [f"{peak_of(name, verb):.0f} MB" for name in CONTENDERS[:3]]
         lines.append(f"| {verb}: peak memory beyond the state | **{cells[0]}** | {cells[1]} | {cells[2]} | – | | |")
-    return lines
+    return [*lines, "", raw_disk(folder, repeats)]
 
 
 def main() -> None:
