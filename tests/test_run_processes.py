@@ -327,6 +327,7 @@ def test_what_a_failure_of_process_0_does_to_the_others_names_its_cause(tmp_path
         """
         write = _writing.write
         def failing(*a, **k):
+            barrier("both are writing")  # One that came later would make the folder again.
             if index == 0: raise OSError(5, "Input/output error")
             while __import__("glob").glob(root + "/*tmp*"): time.sleep(0.01)
             return write(*a, **k)
