@@ -546,24 +546,33 @@ def _read_arrays(place: _storage.Folder, manifest: Manifest, pairs: dict[str, tu
     def room(chunk: _reading.Wanted, force: bool) -> bool:
         return plans[chunk.name].reserve(chunk.coords, force=force)
 
-    def use(chunk: _reading.Wanted, data: memoryview) -> Any:
+    def misfit(name: str, plan: _place.Plan, error: _place.Unfit) -> None:
+        unfit[name] = Fault(name, f"values that fit in {plan.want.dtype}", str(error))
+
+    def use(chunk: _reading.Wanted, data: memoryview) -> bool:
         plan = plans[chunk.name]
         try:
-            return (plan.alone(data),) if plan.is_alone else plan.add(chunk.coords, data)
+            return plan.add(chunk.coords, data)
         except _place.Unfit as error:
-            unfit[chunk.name] = Fault(chunk.name, f"values that fit in {plan.want.dtype}", str(error))
+            misfit(chunk.name, plan, error)
             return False
+
+    def finish(name: str) -> None:
+        plan = plans.pop(name)
+        try:
+            values[name] = plan.finish()
+        except _place.Unfit as error:
+            misfit(name, plan, error)
 
     for chunk, done, found in _reading.read(requests(), [source], use, room=room):
         if done is None:
             bad.append((chunk, found))
-        elif isinstance(done, tuple):
-            values[chunk.name] = done[0]
-            del plans[chunk.name]
-        elif done:
-            values[chunk.name] = plans.pop(chunk.name).finish()
+        elif done and chunk.size > _place.SMALL:
+            finish(chunk.name)
     if bad:
         raise _faults.unreadable(place, manifest, bad)
+    for name in [name for name in plans if name not in unfit]:
+        finish(name)
     if unfit:
         raise Mismatch(
             f"a cast would change what is saved at {place}", unfit.values(), hint="restore such leaves in a wider dtype"

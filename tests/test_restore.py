@@ -207,3 +207,15 @@ def test_a_report_reads_as_a_sentence(tmp_path):
     assert str(ck.verify(tmp_path / "1", level="files")).startswith(f"{tmp_path}/1: all files there (")
     (tmp_path / "1" / "MANIFEST.json").write_text("{}")
     assert str(ck.verify(tmp_path / "1")).startswith(f"{tmp_path}/1: damaged in 1 place:\n  MANIFEST.json")
+
+
+@pytest.mark.parametrize(
+    "like", [np.zeros(8000, np.int8), jax.ShapeDtypeStruct((8000,), "int8")], ids=["host", "device"]
+)
+def test_a_cast_that_loses_values_is_told_of_leaves_in_one_chunk_and_in_many(memory, mesh42, like) -> None:
+    many = jax.device_put(jnp.arange(8000.0), NamedSharding(mesh42, P(("data", "model"))))
+    ck.save(memory, {"many": many, "one": np.float32(1e9)})
+    with pytest.raises(ck.Mismatch) as told:
+        ck.restore(memory, {"many": like, "one": np.int8(0)}, cast=True)
+    assert [fault.place for fault in told.value.faults] == ["many", "one"]
+    assert told.value.faults[0].found == "7,872 values that int8 cannot hold, such as 128.0"
