@@ -84,8 +84,7 @@ def _cut(chunk: list[int], shard: Shape, shape: Shape, wanted: int, most: int) -
     """Cuts cells into so many parts, no axis into more than `most`; gives how many times they are still too large."""
     # From the outermost axis: such cells are contiguous in the shard's memory.
     for axis, n in enumerate(tuple(chunk)):
-        parts = _parts(n, wanted, even=shard[axis] != shape[axis])
-        if wanted > 1 and parts <= most:
+        if wanted > 1 and (parts := _parts(n, wanted, even=shard[axis] != shape[axis])) <= most:
             chunk[axis] = -(-n // parts)
             wanted = -(-wanted // parts)
     return wanted

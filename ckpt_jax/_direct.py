@@ -19,8 +19,8 @@ _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
 class DirectFile:
     """A new file, written from its beginning to its end, which is durable once its `with` is left.
 
-    The page cache would take a copy and fresh memory for every byte, from a host that has both to spare for training
-    only: `docs/decisions/0007` has the figures.
+    The page cache would take a copy and fresh memory for every byte, which training could use:
+    `docs/decisions/0007` has the figures.
     """
 
     def __init__(self, path: str):

@@ -106,6 +106,7 @@ class Plan:
         self.home = _home(want, leaf.shape, staging.x64) if want.kind in ("jax", "key") else None
         needs = _needs(leaf.shape, leaf.chunk, want.sharding if self.home else None)
         self.boxes, self.chunks, self.is_alone = needs
+        self.kept: bytes | None = None  # The only chunk of a small leaf, which `finish` makes it of.
         if self.is_alone:  # `_alone` makes the leaf, and needs no more.
             return
         self.pieces: dict[Box, Piece] = {}
@@ -135,8 +136,10 @@ class Plan:
     def add(self, coords: Shape, data: memoryview) -> bool:
         """Takes one chunk's bytes; says whether the leaf can be finished. Chunks may come in several threads."""
         if self.is_alone:
-            self.kept = bytes(data) if len(data) <= SMALL else None
-            self.made = self._alone(data) if self.kept is None else None
+            if len(data) <= SMALL:
+                self.kept = bytes(data)
+            else:
+                self.made = self._alone(data)
             return True
         with self._as_called():
             return self._add(coords, data)

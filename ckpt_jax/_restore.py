@@ -567,7 +567,7 @@ def _read_arrays(place: _storage.Folder, manifest: Manifest, pairs: dict[str, tu
     for chunk, done, found in _reading.read(requests(), [source], use, room=room):
         if done is None:
             bad.append((chunk, found))
-        elif done and chunk.size > _place.SMALL:
+        elif done and plans[chunk.name].kept is None:
             finish(chunk.name)
     if bad:
         raise _faults.unreadable(place, manifest, bad)
