@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_jax._direct import UNIT, DirectFile
@@ -30,6 +30,7 @@ def written(path: Path, parts: list[bytes]) -> bytes:
 
 
 @pytest.mark.parametrize("folder", [None, *SHM])
+@settings(deadline=None)  # A disk takes as long as it takes.
 @given(sizes=st.lists(SIZES, max_size=6))
 def test_a_file_holds_what_was_written(folder, sizes):
     """On a disk, and on one that may know nothing of O_DIRECT."""
