@@ -575,6 +575,8 @@ def _read_arrays(place: _storage.Folder, manifest: Manifest, pairs: dict[str, tu
         finish(name)
     if unfit:
         raise Mismatch(
-            f"a cast would change what is saved at {place}", unfit.values(), hint="restore such leaves in a wider dtype"
+            f"a cast would change what is saved at {place}",
+            [unfit[name] for name in pairs if name in unfit],  # They were found in any order.
+            hint="restore such leaves in a wider dtype",
         )
     return values

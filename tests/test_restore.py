@@ -214,8 +214,8 @@ def test_a_report_reads_as_a_sentence(tmp_path):
 )
 def test_a_cast_that_loses_values_is_told_of_leaves_in_one_chunk_and_in_many(memory, mesh42, like) -> None:
     many = jax.device_put(jnp.arange(8000.0), NamedSharding(mesh42, P(("data", "model"))))
-    ck.save(memory, {"many": many, "one": np.float32(1e9)})
+    ck.save(memory, {"many": many, "one": np.float32(1e9), "whole": np.full(1000, 1e9, np.float32)})
     with pytest.raises(ck.Mismatch) as told:
-        ck.restore(memory, {"many": like, "one": np.int8(0)}, cast=True)
-    assert [fault.place for fault in told.value.faults] == ["many", "one"]
+        ck.restore(memory, {"many": like, "one": np.int8(0), "whole": np.zeros(1000, np.int8)}, cast=True)
+    assert [fault.place for fault in told.value.faults] == ["many", "one", "whole"]
     assert told.value.faults[0].found == "7,872 values that int8 cannot hold, such as 128.0"
