@@ -23,6 +23,7 @@ PathLike = str | os.PathLike[str]
 F = TypeVar("F", bound=Callable[..., Any])
 
 IDLE_SECONDS = 3600  # Where the file system has no locks: an attempt in which nothing moved for so long is dead.
+BEGIN_SECONDS = 60  # A new, empty folder without a lock for longer: whoever made it was killed just there.
 CONCURRENCY = 8  # Files written or read at once: enough to have several fsyncs under way.
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)\Z", re.DOTALL)
@@ -325,6 +326,10 @@ class Folder:
             os.close(fd)
         return fd is None
 
+    def just_made(self) -> bool:
+        """Whether whoever made the folder may be about to lock it: it is new, and nothing is in it yet."""
+        return not self.entries() and time.time() - _modified(self.url) < BEGIN_SECONDS
+
     def remove_if_idle(self) -> bool:
         """Deletes the folder unless a living process writes in it; holds its lock meanwhile."""
         fd = self._idle()
@@ -351,7 +356,8 @@ class Folder:
             if time.time() - max(map(_modified, paths), default=0) > IDLE_SECONDS:
                 return fd
         else:
-            return fd
+            if os.path.exists(self.url):  # Else it was committed since it was opened.
+                return fd
         os.close(fd)
         return None
 

@@ -100,9 +100,10 @@ def _row(place: _storage.Folder) -> dict[str, Any] | None:
     """The facts about one entry; None if it vanished while we looked, as attempts do when they are committed."""
     row: dict[str, Any] = {"name": place.name, "time": None, "leaves": None, "bytes": None}
     if _commit.TMP in place.name:
-        doing = (
-            "being written" if place.local and place.in_use() else "not finished; the next save of that step removes it"
-        )
+        written = place.local and (place.in_use() or place.just_made())
+        if not place.exists():
+            return None
+        doing = "being written" if written else "not finished; the next save of that step removes it"
         return row | {"name": place.name.partition(_commit.TMP)[0], "state": doing}
     try:
         manifest = _commit.load_data(place)

@@ -1,5 +1,6 @@
 """The command line: plain sentences, the same facts as JSON, exit codes, and no device."""
 
+import fcntl
 import hashlib
 import json
 import os
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 import ckpt_jax as ck
-from ckpt_jax import _commit, _storage
+from ckpt_jax import _commit, _storage, cli
 
 NO_DEVICE = os.environ | {"JAX_PLATFORMS": "nowhere"}  # A command that opened a device would fail.
 
@@ -163,6 +164,31 @@ def test_an_attempt_is_told_from_a_leftover(tmp_path):
     attempt.close()
     state = as_json("ls", tmp_path / "run")["checkpoints"][0]["state"]
     assert state == "not finished; the next save of that step removes it"
+
+
+def test_an_attempt_that_has_just_begun_is_no_leftover(tmp_path):
+    """Between the making of its folder and its lock; for a while, as it may have been killed there."""
+    folder = tmp_path / "run" / "5.orbax-checkpoint-tmp-00"
+    folder.mkdir(parents=True)
+    assert as_json("ls", tmp_path / "run")["checkpoints"][0]["state"] == "being written"
+    os.utime(folder, (0, 0))
+    assert as_json("ls", tmp_path / "run")["checkpoints"][0]["state"].startswith("not finished")
+
+
+def test_an_attempt_that_is_committed_while_it_is_looked_at_is_no_leftover(tmp_path, monkeypatch):
+    target = _storage.folder(tmp_path / "run/5")
+    attempt = _commit.begin(target, overwrite=False)
+    flock = fcntl.flock
+
+    def commits_before(fd, how):
+        if attempt.lock is not None:
+            os.rename(attempt.folder.url, target.url)
+            attempt.close()
+        return flock(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", commits_before)
+    assert attempt.folder.in_use()
+    assert cli._row(attempt.folder) is None
 
 
 def test_a_terminal_sees_progress(runs):
