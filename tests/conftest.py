@@ -1,4 +1,4 @@
-"""What every test stands on: eight CPU devices, and places to save to."""
+"""What every test stands on: eight CPU devices, places to save to, and a table of what the torture came to."""
 
 import os
 
@@ -7,8 +7,10 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 
 import uuid
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -37,3 +39,52 @@ def x64() -> Iterator[None]:
     """JAX with its 64-bit types on."""
     with jax.enable_x64(True):
         yield
+
+
+# --- torture: how much of it, and what came of it ---------------------------------------------------------------------
+
+Count = Callable[..., None]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="torture: try everything, not a sample; takes hours")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """All of the torture is run in the quick way too, but for tests that are marked as `full`."""
+    for item in items:
+        if "torture" in item.path.parts and item.get_closest_marker("full") is None:
+            item.add_marker("quick")
+    if not config.getoption("full"):
+        long = [item for item in items if item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if item not in long]
+
+
+@pytest.fixture(scope="session")
+def full(request: pytest.FixtureRequest) -> bool:
+    """Whether everything is to be tried, not a sample."""
+    return request.config.getoption("full")
+
+
+@pytest.fixture
+def count(request: pytest.FixtureRequest) -> Count:
+    """Notes what came of a fault that was tried, for the table at the end: `count(fault, outcome, number=1)`."""
+
+    def note(fault: str, outcome: str, number: int = 1) -> None:
+        request.node.user_properties.append(("torture", [fault, outcome, number]))
+
+    return note
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """What was tried and what came of it, as docs/reliability.md has it."""
+    table: Counter[tuple[str, str]] = Counter()
+    for report in (report for reports in terminalreporter.stats.values() for report in reports):
+        for _, (fault, outcome, number) in (p for p in getattr(report, "user_properties", ()) if p[0] == "torture"):
+            table[fault, outcome] += number if report.when == "call" else 0
+    if table:
+        terminalreporter.write_sep("-", "torture")
+        terminalreporter.write_line("| what was done | what came of it | times |\n|---|---|---|")
+        for (fault, outcome), number in sorted(table.items()):
+            terminalreporter.write_line(f"| {fault} | {outcome} | {number:,} |")
