@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from . import _manifest
 from ._manifest import Manifest
-from ._storage import Folder
+from ._storage import Folder, Unsure
 from .errors import CheckpointError, Corrupt, Exists, Fault, NotFound
 
 TMP = ".orbax-checkpoint-tmp-"  # Orbax takes no folder for a checkpoint whose name holds this.
@@ -195,13 +195,17 @@ def point_back(place: Folder) -> None:
 
 @dataclass
 class Attempt:
-    """One attempt to write a checkpoint: where its files go until it counts."""
+    """One attempt to write a checkpoint: where its files go until it counts.
+
+    Once it is `placed`, its folder has the target's name, and under its own may lie what it replaced.
+    """
 
     target: Folder
     folder: Folder
     nonce: str
     overwrite: bool = False
     state: str = "state"
+    placed: bool = False
     lock: int | None = field(default=None, repr=False)
 
     def home(self, index: int) -> str:
@@ -304,13 +308,7 @@ def commit(attempt: Attempt, manifest: Manifest) -> None:
     if attempt.target.local:
         attempt.folder.write(_manifest.NAME, data)
         attempt.folder.sync()
-        try:
-            _put_in_place(attempt)
-        except OSError as error:
-            if attempt.folder.exists():
-                raise
-            why = f"{error.strerror}: the checkpoint is in place, but a crash of this machine may undo that"
-            raise OSError(error.errno, why, attempt.target.url) from error
+        _put_in_place(attempt)
     elif attempt.overwrite:  # One put takes the old one's place, whose files go; those of another attempt are its own.
         old: set[str] = set()
         with contextlib.suppress(CheckpointError):
@@ -328,27 +326,45 @@ def commit(attempt: Attempt, manifest: Manifest) -> None:
 
 
 def _put_in_place(attempt: Attempt) -> None:
+    """Gives the attempt the target's name; what it replaces goes once that is durable."""
+    target, old = attempt.target, None
+    try:
+        if attempt.overwrite and _manifest.NAME in target.entries():
+            old = _replace(attempt)
+        else:
+            attempt.folder.rename(target)
+    except Unsure:
+        attempt.placed = True
+        raise
+    attempt.placed = True
+    if old is not None:
+        with contextlib.suppress(OSError):  # It is a leftover then, which the next save of this step removes.
+            old.remove()
+
+
+def _replace(attempt: Attempt) -> Folder:
+    """Puts the attempt in the place of a checkpoint; returns where that is now."""
     target = attempt.target
-    if not (attempt.overwrite and _manifest.NAME in target.entries()):
-        attempt.folder.rename(target)
-        return
     if attempt.folder.exchange(target):
-        attempt.folder.remove()
-        return
+        return attempt.folder
     old = target.parent / f"{target.name}{TMP}{_OLD}"
-    target.rename(old)
+    with contextlib.suppress(Unsure):  # The next one makes both durable.
+        target.rename(old)
     try:
         attempt.folder.rename(target)
+    except Unsure:
+        raise
     except BaseException:
         old.rename(target)
         raise
-    old.remove()
+    return old
 
 
 def abandon(attempt: Attempt) -> None:
     """Removes what an attempt wrote; nothing of it was ever visible."""
     attempt.close()
-    leave(attempt)
+    if not attempt.placed:
+        leave(attempt)
 
 
 def leave(attempt: Attempt) -> None:

@@ -55,6 +55,10 @@ def os_error(error: Exception, place: "Folder") -> OSError:
     return OSError(number, f"{os.strerror(number)} ({text[:300]})", place.url)
 
 
+class Unsure(OSError):
+    """It is done, and a crash of the machine may undo it: the folder's entries could not be made durable."""
+
+
 def _os_errors(method: F) -> F:
     """A method of Folder whose failures are OSErrors on a bucket too."""
 
@@ -284,6 +288,7 @@ class Folder:
 
         Raises:
             Exists: something stands there (an empty folder gives way).
+            Unsure: it has its new name, but not durably.
         """
         try:
             os.rename(self.url, to.url)
@@ -294,14 +299,22 @@ class Folder:
                     hint="does another process save to the same path? The first one counts",
                 ) from error
             raise
-        _fsync(os.path.dirname(to.url))
+        to._settle()
 
     def exchange(self, other: "Folder") -> bool:
-        """Gives two folders each other's name, in one step and durably; False where the system has no such call."""
+        """As `rename`, of two folders that get each other's name in one step; False if the system has no such call."""
         if not _exchange(self.url, other.url):
             return False
-        _fsync(os.path.dirname(other.url))
+        other._settle()
         return True
+
+    def _settle(self) -> None:
+        """Makes the folder's new name durable."""
+        try:
+            _fsync(os.path.dirname(self.url))
+        except OSError as error:
+            why = f"{error.strerror}: this folder is in place, but a crash of the machine may undo that"
+            raise Unsure(error.errno, why, self.url) from error
 
     def lock(self) -> int | None:
         """Marks the folder as in use until this process ends or the returned descriptor is closed.

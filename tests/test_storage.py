@@ -912,10 +912,46 @@ def test_a_commit_that_may_not_be_durable_says_that_it_is_in_place(tmp_path, mon
         fsync(path)
 
     monkeypatch.setattr(_storage, "_fsync", fail)
-    with pytest.raises(OSError, match="Input/output error: the checkpoint is in place, but a crash"):
+    with pytest.raises(OSError, match="Input/output error: this folder is in place, but a crash"):
         ck.save(tmp_path / "1", {"a": np.ones(3)})
     monkeypatch.undo()
     assert ck.verify(tmp_path / "1").ok
+
+
+def test_what_may_come_back_in_place_of_the_new_one_is_not_deleted(tmp_path, monkeypatch, exchange):
+    """After a crash the folder above may name the old one again: then its files must be there."""
+    ck.save(tmp_path / "1", TREE)
+    fsync = _storage._fsync
+
+    def fail(path: str) -> None:
+        if path == str(tmp_path) and (tmp_path / "1").exists() and whole(tmp_path / "1", TREE | {"n": 8}):
+            raise OSError(errno.EIO, "Input/output error", path)
+        fsync(path)
+
+    monkeypatch.setattr(_storage, "_fsync", fail)
+    with pytest.raises(OSError, match="this folder is in place"):
+        ck.save(tmp_path / "1", TREE | {"n": 8}, overwrite=True)
+    monkeypatch.undo()
+    (old,) = leftovers(tmp_path)
+    assert whole(tmp_path / "1", TREE | {"n": 8})
+    assert whole(tmp_path / old)
+    ck.prune(tmp_path, ck.Keep(last=1))
+    assert leftovers(tmp_path) == []
+
+
+def test_what_was_replaced_and_cannot_be_deleted_fails_no_save(tmp_path, monkeypatch, exchange):
+    ck.save(tmp_path / "1", TREE)
+
+    def fail(path: str, *_: Any, **__: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error", path)
+
+    monkeypatch.setattr(os, "rmdir", fail)
+    ck.save(tmp_path / "1", TREE | {"n": 8}, overwrite=True)
+    monkeypatch.undo()
+    assert whole(tmp_path / "1", TREE | {"n": 8})
+    assert len(leftovers(tmp_path)) == 1
+    ck.save(tmp_path / "1", TREE | {"n": 9}, overwrite=True)
+    assert leftovers(tmp_path) == []
 
 
 # --- nothing is left unchecked ----------------------------------------------------------------------------------------

@@ -1,0 +1,289 @@
+"""Another process's operations on files, each seen before it happens: recorded, failed, torn, held up, or its last.
+
+The kernel asks (`seccomp_unotify`) before each system call that changes files, from whichever thread it comes, also
+from TensorStore's. `strace -e inject` counts for each thread by itself, so that most operations of a thread that lives
+shortly could not be reached; this counts them in the order in which they come.
+"""
+
+import ctypes
+import errno
+import fcntl
+import functools
+import operator
+import os
+import platform
+import re
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.forked import Child
+
+needs_linux = pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() != "x86_64", reason="asks the Linux kernel, by its numbers on x86-64"
+)
+
+
+class Operation(NamedTuple):
+    """A system call that is about to happen; or a line that the process prints.
+
+    Attributes:
+        kind: write, fsync, create (a file, or make it empty), rename, exchange, unlink, rmdir, mkdir, truncate; say.
+        path: which file or folder, relative to the root.
+        to: what it is to be called, of a rename.
+        at, data: what is to be written where; of a truncate, the size.
+        thread: which one asks.
+    """
+
+    kind: str
+    path: str
+    to: str = ""
+    at: int = 0
+    data: bytes = b""
+    thread: int = 0
+
+
+class Hold(NamedTuple):
+    """An answer: the operation happens after so many seconds."""
+
+    seconds: float
+
+
+KILL = "kill"  # An answer: the process is killed before the operation happens,
+TORN = "torn"  # or when half of what is to be written has been.
+Answer = int | str | Hold | None  # An errno; None: it happens.
+
+_CALLS = {  # Number: name, and which arguments are what.
+    1: ("write", "fd", "buffer", "size"),
+    18: ("write", "fd", "buffer", "size", "at"),
+    20: ("write", "fd", "vector", "count"),
+    296: ("write", "fd", "vector", "count", "at"),
+    74: ("fsync", "fd"),
+    75: ("fsync", "fd"),
+    77: ("truncate", "fd", "at"),
+    82: ("rename", "path", "to"),
+    264: ("rename", "dirfd", "path", "todirfd", "to"),
+    316: ("rename", "dirfd", "path", "todirfd", "to", "flags"),
+    83: ("mkdir", "path"),
+    258: ("mkdir", "dirfd", "path"),
+    84: ("rmdir", "path"),
+    87: ("unlink", "path"),
+    263: ("unlink", "dirfd", "path", "flags"),
+}
+_OPENS = {2: ("create", "path", "flags"), 257: ("create", "dirfd", "path", "flags")}
+# Nothing here understands these yet: who begins to use one is told so.
+_OTHERS = dict.fromkeys([40, 76, 85, 86, 88, 265, 266, 275, 285, 326, 328, 425, 437], ("other",))
+_FOR_WRITING = os.O_CREAT | os.O_TRUNC
+
+_RECEIVE, _SEND = 0xC0502100, 0xC0182101  # SECCOMP_IOCTL_NOTIF_RECV and _SEND
+_GO_ON = 1  # SECCOMP_USER_NOTIF_FLAG_CONTINUE
+
+
+# --- in the process that is watched -----------------------------------------------------------------------------------
+
+
+class _Line(ctypes.Structure):
+    _fields_ = (("code", ctypes.c_ushort), ("jt", ctypes.c_ubyte), ("jf", ctypes.c_ubyte), ("k", ctypes.c_uint32))
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("len", ctypes.c_ushort), ("lines", ctypes.POINTER(_Line)))
+
+
+def be_watched(address: str) -> None:
+    """From here on each operation waits for the answer of who listens at the address."""
+    load, equal, has_bits, give = 0x20, 0x15, 0x45, 0x06
+    ask, allow = (give, 0, 0, 0x7FC00000), (give, 0, 0, 0x7FFF0000)
+    lines = [(load, 0, 0, 0)]
+    for number in _CALLS | _OTHERS:
+        lines += [(equal, 0, 1, number), ask]
+    for number, (_, *arguments) in _OPENS.items():
+        flags = 16 + 8 * arguments.index("flags")
+        lines += [(equal, 0, 4, number), (load, 0, 0, flags), (has_bits, 0, 1, _FOR_WRITING), ask, allow]
+    lines.append(allow)
+    program = _Program(len(lines), (_Line * len(lines))(*(_Line(*line) for line in lines)))
+    libc = ctypes.CDLL(None, use_errno=True)
+    with socket.socket(socket.AF_UNIX) as watcher:
+        watcher.connect("\0" + address)
+        no_new_privileges, seccomp, mode_filter, new_listener = 38, 317, 1, 8
+        libc.prctl(no_new_privileges, 1, 0, 0, 0)
+        fd = libc.syscall(seccomp, mode_filter, new_listener, ctypes.byref(program))
+        if fd < 0:
+            raise OSError(ctypes.get_errno(), "the kernel does not let a process be watched")
+        socket.send_fds(watcher, [b"."], [fd])
+        os.close(fd)
+
+
+# --- in the process that watches --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Watched:
+    """What became of a process: its exit code, all that it did, and all that it printed."""
+
+    code: int
+    operations: list[Operation]
+    out: str
+
+
+def watch(script: str, root: Path, decide: Callable[[int, Operation], Answer], *arguments: str) -> Watched:
+    """Runs a script, whose arguments are the root and those given, and asks `decide` about each operation in the root.
+
+    `decide` is given the operation's number, from 0, and the operation.
+    """
+    address = f"torture-{uuid.uuid4()}"
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind("\0" + address)
+        server.listen()
+        server.settimeout(60)
+        prologue = f"from tests.torture import syscalls; syscalls.be_watched({address!r})"
+        child = Child(f"{prologue}\n{script}", str(root), *arguments)
+        connection, _ = server.accept()
+    with connection:
+        _, (listener, *_), _, _ = socket.recv_fds(connection, 1, 1)
+    try:
+        operations = _Watcher(child, root, listener, decide).run()
+    finally:
+        os.close(listener)
+        if child.poll() is None and sys.exc_info()[0]:
+            child.kill()
+    out, _ = child.communicate()
+    assert child.returncode is not None
+    return Watched(child.returncode, operations, out)
+
+
+class _Watcher:
+    def __init__(self, child: Child, root: Path, listener: int, decide: Callable[[int, Operation], Answer]):
+        self.child, self.root, self.listener, self.decide = child, str(root), listener, decide
+        self.operations: list[Operation] = []
+        self.number = 0
+
+    def run(self) -> list[Operation]:
+        poll = select.poll()
+        poll.register(self.listener, select.POLLIN)
+        while True:
+            ((_, event),) = poll.poll()
+            if not event & select.POLLIN:
+                return self.operations  # All its threads have ended.
+            asked = bytearray(80)
+            try:
+                fcntl.ioctl(self.listener, _RECEIVE, asked)
+            except FileNotFoundError:  # Killed since it asked.
+                continue
+            key, thread, _, number, _, _, *values = struct.unpack("QIIiIQ6Q", asked)
+            operation = self._operation(thread, number, values)
+            answer = self._answer(operation) if operation else None
+            if answer in (KILL, TORN):
+                if answer == TORN and operation and operation.kind == "write":
+                    self._tear(operation)
+                os.kill(self.child.pid, signal.SIGKILL)
+            elif isinstance(answer, Hold):
+                threading.Timer(answer.seconds, self._reply, [key, None]).start()
+            else:
+                self._reply(key, answer)
+
+    def _answer(self, operation: Operation) -> Answer:
+        self.operations.append(operation)
+        if operation.kind == "say":
+            return None
+        self.number += 1
+        return self.decide(self.number - 1, operation)
+
+    def _reply(self, key: int, answer: object) -> None:
+        number = answer if isinstance(answer, int) else 0
+        try:
+            fcntl.ioctl(self.listener, _SEND, bytearray(struct.pack("QqiI", key, 0, -number, 0 if number else _GO_ON)))
+        except OSError as error:  # Killed meanwhile; or all is over.
+            if error.errno not in (errno.ENOENT, errno.EBADF):
+                raise
+
+    def _tear(self, operation: Operation) -> None:
+        with open(os.path.join(self.root, operation.path), "r+b") as file:
+            file.seek(operation.at)
+            file.write(operation.data[: len(operation.data) // 2])
+
+    # --- what it asked for ---
+
+    def _operation(self, thread: int, number: int, values: list[int]) -> Operation | None:
+        """None for one that is about nothing in the root."""
+        kind, *names = (_CALLS | _OTHERS | _OPENS)[number]
+        if kind == "other":
+            raise NotImplementedError(f"system call {number}: what comes of it is not known here")
+        given = dict(zip(names, values, strict=False))
+        memory = functools.partial(_memory, thread)
+        if "fd" in given:
+            link = _link(thread, given["fd"])
+            if kind == "write" and given["fd"] == 1 and not link.startswith("/"):
+                return Operation("say", "", data=_data(given, memory))
+            path = self._inside(link)
+        else:
+            path = self._inside(_path(thread, given.get("dirfd"), _text(memory, given["path"])))
+        if path is None:
+            return None
+        if kind == "write":
+            at = given["at"] if "at" in given else _position(thread, given["fd"])
+            return Operation(kind, path, at=at, data=_data(given, memory), thread=thread)
+        if kind == "rename":
+            to = self._inside(_path(thread, given.get("todirfd"), _text(memory, given["to"])))
+            assert to is not None, "out of the root"
+            assert given.get("flags", 0) & ~2 == 0, "a flag that is not known here"
+            return Operation("exchange" if given.get("flags", 0) else kind, path, to, thread=thread)
+        if kind == "unlink" and given.get("flags", 0) & 0x200:  # AT_REMOVEDIR
+            kind = "rmdir"
+        if kind == "create" and not given["flags"] & os.O_TRUNC and os.path.exists(os.path.join(self.root, path)):
+            return None  # Opened, and nothing changed; or O_EXCL, and refused.
+        return Operation(kind, path, at=given.get("at", 0), thread=thread)
+
+    def _inside(self, path: str) -> str | None:
+        path = os.path.normpath(path)
+        if path != self.root and not path.startswith(self.root + "/"):
+            return None
+        return os.path.relpath(path, self.root)
+
+
+def _memory(thread: int, at: int, size: int) -> bytes:
+    with open(f"/proc/{thread}/mem", "rb") as memory:
+        memory.seek(at)
+        return memory.read(size)
+
+
+def _text(memory: Callable[[int, int], bytes], at: int) -> str:
+    """A string, which ends with a zero: read up to the end of its page, and then of the next ones."""
+    found = b""
+    while b"\0" not in found:
+        found += memory(at + len(found), 4096 - (at + len(found)) % 4096)
+    return os.fsdecode(found.partition(b"\0")[0])
+
+
+def _data(given: dict[str, int], memory: Callable[[int, int], bytes]) -> bytes:
+    if "buffer" in given:
+        return memory(given["buffer"], given["size"])
+    pairs = struct.iter_unpack("QQ", memory(given["vector"], 16 * given["count"]))
+    return functools.reduce(operator.add, (memory(at, size) for at, size in pairs), b"")
+
+
+def _link(thread: int, fd: int) -> str:
+    return os.readlink(f"/proc/{thread}/fd/{fd}")
+
+
+def _position(thread: int, fd: int) -> int:
+    found = re.search(r"pos:\s+(\d+)", Path(f"/proc/{thread}/fdinfo/{fd}").read_text())
+    assert found
+    return int(found[1])
+
+
+def _path(thread: int, dirfd: int | None, path: str) -> str:
+    if path.startswith("/"):
+        return path
+    at_cwd = dirfd is None or dirfd & 0xFFFFFFFF == 0xFFFFFF9C
+    return os.path.join(os.readlink(f"/proc/{thread}/cwd") if at_cwd else _link(thread, dirfd), path)

@@ -1,0 +1,106 @@
+"""A crash or an error at every operation of a history: what was reported is whole, nothing else is half there."""
+
+import errno
+import itertools
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Count
+from tests.torture import history
+from tests.torture.syscalls import KILL, TORN, Answer, Operation, Watched, needs_linux, watch
+
+pytestmark = needs_linux
+
+# What a full disk refuses: not to delete, and not to rename.
+GROWS = {"write", "fsync", "create", "mkdir"}
+# What happens at an operation, and whether it goes on so.
+FAULTS: dict[str, tuple[Answer, bool]] = {
+    "killed": (KILL, False),
+    "killed in a write": (TORN, False),
+    "EIO": (errno.EIO, False),
+    "EIO from then on": (errno.EIO, True),
+    "ENOSPC": (errno.ENOSPC, False),
+    "ENOSPC from then on": (errno.ENOSPC, True),
+}
+PARTS = 8  # For several to be tried at once.
+
+
+def _fits(fault: str, kind: str) -> bool:
+    if fault == "killed in a write":
+        return kind == "write"
+    return not fault.startswith("ENOSPC") or kind in GROWS
+
+
+def _run(root: Path, fault: str, at: int) -> Watched:
+    """The history, with a fault at the operation of this number, or the next one that it fits."""
+    answer, on = FAULTS[fault]
+    left = 10**9 if on else 1
+
+    def decide(number: int, operation: Operation) -> Answer:
+        nonlocal left
+        if number < at or not left or not _fits(fault, operation.kind):
+            return None
+        left -= 1
+        return answer
+
+    return watch(history.SCRIPT, root, decide)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> list[Operation]:
+    """All operations of a history that nothing befalls."""
+    root = tmp_path_factory.mktemp("whole")
+    watched = _run(root, "killed", -1)
+    assert watched.code == 0, watched.out
+    assert '"failed"' not in watched.out, watched.out
+    promise = history.promised(watched.out)
+    assert promise.versions == {1: {None}, 2: {0, None}, 3: {1}, 4: {2}, 5: {None}}
+    assert history.kept(root, promise) == []
+    return watched.operations
+
+
+def test_the_history_does_what_a_crash_is_to_be_tried_in(whole: list[Operation]) -> None:
+    """From several threads, also such as Python knows nothing of: TensorStore's."""
+    kinds = {operation.kind for operation in whole}
+    assert kinds == {"say", "write", "fsync", "create", "rename", "exchange", "unlink", "rmdir", "mkdir"}
+    assert len({operation.thread for operation in whole}) > 8
+    assert any(operation.path.endswith(".__lock") for operation in whole)
+    saves = [operation for operation in whole if operation.kind == "fsync" and operation.path.startswith("2.")]
+    assert len({operation.thread for operation in saves}) > 2
+
+
+@pytest.fixture(scope="module")
+def points(whole: list[Operation], full: bool) -> dict[str, list[int]]:
+    """For each fault, the numbers of the operations at which it is tried: all, or some of each kind in each act."""
+    told = itertools.accumulate(operation.kind == "say" and b'"begin"' in operation.data for operation in whole)
+    acts = [(act, operation.kind) for act, operation in zip(told, whole, strict=True) if operation.kind != "say"]
+    found = {}
+    for fault in FAULTS:
+        places: dict[tuple[int, str], list[int]] = {}
+        for number, (act, kind) in enumerate(acts):
+            if _fits(fault, kind):
+                places.setdefault((act, kind), []).append(number)
+        rng = random.Random(fault)
+        some = [rng.choice(numbers) for numbers in rng.sample([*places.values()], min(20, len(places)))]
+        found[fault] = [*sorted(itertools.chain(*places.values())), len(acts)] if full else sorted(some)
+    return found
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_at_an_operation(
+    fault: str, part: int, points: dict[str, list[int]], count: Count, tmp_path: Path
+) -> None:
+    root = tmp_path / "run"
+    for at in points[fault][part::PARTS]:
+        watched = _run(root, fault, at)
+        happened = [operation for operation in watched.operations if operation.kind != "say"][at:][:1]
+        assert watched.code == (-9 if fault.startswith("killed") and happened else 0), watched.out
+        broken = history.kept(root, history.promised(watched.out))
+        assert broken == [], f"{fault} at operation {at}, {happened}:\n{watched.out}"
+        told = "an act failed, and said so" if '"failed"' in watched.out else "no act failed"
+        count(f"{fault}, at an operation", "kept" if fault.startswith("killed") else f"kept; {told}")
+        shutil.rmtree(root, ignore_errors=True)
