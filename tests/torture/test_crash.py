@@ -26,6 +26,7 @@ FAULTS: dict[str, tuple[Answer, bool]] = {
     "ENOSPC from then on": (errno.ENOSPC, True),
 }
 PARTS = 8  # For several to be tried at once.
+NEVER = 10**9
 
 
 def _fits(fault: str, kind: str) -> bool:
@@ -53,7 +54,7 @@ def _run(root: Path, fault: str, at: int) -> Watched:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> list[Operation]:
     """All operations of a history that nothing befalls."""
     root = tmp_path_factory.mktemp("whole")
-    watched = _run(root, "killed", -1)
+    watched = _run(root, "killed", NEVER)
     assert watched.code == 0, watched.out
     assert '"failed"' not in watched.out, watched.out
     promise = history.promised(watched.out)
