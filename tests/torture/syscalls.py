@@ -129,17 +129,26 @@ def be_watched(address: str) -> None:
 
 @dataclass
 class Watched:
-    """What became of a process: its exit code, all that it did, and all that it printed."""
+    """What became of a process.
+
+    Attributes:
+        code: its exit code.
+        operations: all that it did, and printed, in order.
+        struck: those that failed, or that it was killed in.
+        out: all that it printed.
+    """
 
     code: int
     operations: list[Operation]
+    struck: list[Operation]
     out: str
 
 
 def watch(script: str, root: Path, decide: Callable[[int, Operation], Answer], *arguments: str) -> Watched:
-    """Runs a script, whose arguments are the root and those given, and asks `decide` about each operation in the root.
+    """Runs a script, and asks `decide` about each operation in the root and below.
 
-    `decide` is given the operation's number, from 0, and the operation.
+    `decide` is given the operation's number, from 0, and the operation. Those that are held count as done when they are
+    let go: so what did not wait for them comes before them.
     """
     address = f"torture-{uuid.uuid4()}"
     with socket.socket(socket.AF_UNIX) as server:
@@ -147,34 +156,37 @@ def watch(script: str, root: Path, decide: Callable[[int, Operation], Answer], *
         server.listen()
         server.settimeout(60)
         prologue = f"from tests.torture import syscalls; syscalls.be_watched({address!r})"
-        child = Child(f"{prologue}\n{script}", str(root), *arguments)
+        child = Child(f"{prologue}\n{script}", *arguments)
         connection, _ = server.accept()
     with connection:
         _, (listener, *_), _, _ = socket.recv_fds(connection, 1, 1)
+    watcher = _Watcher(child, root, listener, decide)
     try:
-        operations = _Watcher(child, root, listener, decide).run()
+        watcher.run()
+    except BaseException:
+        child.kill()
+        raise
     finally:
         os.close(listener)
-        if child.poll() is None and sys.exc_info()[0]:
-            child.kill()
     out, _ = child.communicate()
     assert child.returncode is not None
-    return Watched(child.returncode, operations, out)
+    return Watched(child.returncode, watcher.operations, watcher.struck, out)
 
 
 class _Watcher:
     def __init__(self, child: Child, root: Path, listener: int, decide: Callable[[int, Operation], Answer]):
         self.child, self.root, self.listener, self.decide = child, str(root), listener, decide
         self.operations: list[Operation] = []
+        self.struck: list[Operation] = []
         self.number = 0
 
-    def run(self) -> list[Operation]:
+    def run(self) -> None:
         poll = select.poll()
         poll.register(self.listener, select.POLLIN)
         while True:
             ((_, event),) = poll.poll()
             if not event & select.POLLIN:
-                return self.operations  # All its threads have ended.
+                return  # All its threads have ended.
             asked = bytearray(80)
             try:
                 fcntl.ioctl(self.listener, _RECEIVE, asked)
@@ -182,25 +194,28 @@ class _Watcher:
                 continue
             key, thread, _, number, _, _, *values = struct.unpack("QIIiIQ6Q", asked)
             operation = self._operation(thread, number, values)
-            answer = self._answer(operation) if operation else None
+            answer = self._answer(operation)
+            if operation and isinstance(answer, int | str):
+                self.struck.append(operation)
             if answer in (KILL, TORN):
-                if answer == TORN and operation and operation.kind == "write":
+                if answer == TORN and operation:
                     self._tear(operation)
                 os.kill(self.child.pid, signal.SIGKILL)
             elif isinstance(answer, Hold):
-                threading.Timer(answer.seconds, self._reply, [key, None]).start()
+                threading.Timer(answer.seconds, self._reply, [key, None, operation]).start()
             else:
-                self._reply(key, answer)
+                self._reply(key, answer, operation)
 
-    def _answer(self, operation: Operation) -> Answer:
-        self.operations.append(operation)
-        if operation.kind == "say":
+    def _answer(self, operation: Operation | None) -> Answer:
+        if operation is None or operation.kind == "say":
             return None
         self.number += 1
         return self.decide(self.number - 1, operation)
 
-    def _reply(self, key: int, answer: object) -> None:
+    def _reply(self, key: int, answer: object, operation: Operation | None) -> None:
         number = answer if isinstance(answer, int) else 0
+        if operation and not number:
+            self.operations.append(operation)
         try:
             fcntl.ioctl(self.listener, _SEND, bytearray(struct.pack("QqiI", key, 0, -number, 0 if number else _GO_ON)))
         except OSError as error:  # Killed meanwhile; or all is over.

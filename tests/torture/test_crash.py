@@ -47,7 +47,7 @@ def _run(root: Path, fault: str, at: int) -> Watched:
         left -= 1
         return answer
 
-    return watch(history.SCRIPT, root, decide)
+    return watch(history.SCRIPT, root, decide, str(root / "run"))
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[Operation]:
     assert '"failed"' not in watched.out, watched.out
     promise = history.promised(watched.out)
     assert promise.versions == {1: {None}, 2: {0, None}, 3: {1}, 4: {2}, 5: {None}}
-    assert history.kept(root, promise) == []
+    assert history.kept(root / "run", promise) == []
     return watched.operations
 
 
@@ -69,7 +69,7 @@ def test_the_history_does_what_a_crash_is_to_be_tried_in(whole: list[Operation])
     assert kinds == {"say", "write", "fsync", "create", "rename", "exchange", "unlink", "rmdir", "mkdir"}
     assert len({operation.thread for operation in whole}) > 8
     assert any(operation.path.endswith(".__lock") for operation in whole)
-    saves = [operation for operation in whole if operation.kind == "fsync" and operation.path.startswith("2.")]
+    saves = [operation for operation in whole if operation.kind == "fsync" and operation.path.startswith("run/2.")]
     assert len({operation.thread for operation in saves}) > 2
 
 
@@ -95,13 +95,11 @@ def points(whole: list[Operation], full: bool) -> dict[str, list[int]]:
 def test_a_fault_at_an_operation(
     fault: str, part: int, points: dict[str, list[int]], count: Count, tmp_path: Path
 ) -> None:
-    root = tmp_path / "run"
     for at in points[fault][part::PARTS]:
-        watched = _run(root, fault, at)
-        happened = [operation for operation in watched.operations if operation.kind != "say"][at:][:1]
-        assert watched.code == (-9 if fault.startswith("killed") and happened else 0), watched.out
-        broken = history.kept(root, history.promised(watched.out))
-        assert broken == [], f"{fault} at operation {at}, {happened}:\n{watched.out}"
+        watched = _run(tmp_path, fault, at)
+        assert watched.code == (-9 if fault.startswith("killed") and watched.struck else 0), watched.out
+        broken = history.kept(tmp_path / "run", history.promised(watched.out))
+        assert broken == [], f"{fault} at operation {at}, {watched.struck}:\n{watched.out}"
         told = "an act failed, and said so" if '"failed"' in watched.out else "no act failed"
         count(f"{fault}, at an operation", "kept" if fault.startswith("killed") else f"kept; {told}")
-        shutil.rmtree(root, ignore_errors=True)
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
