@@ -167,10 +167,14 @@ def _bytes(tree: dict[str, Any]) -> list[bytes]:
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(plain)]
 
 
+def seen(root: Path, promise: Promise) -> list[str]:
+    """What is not as it was promised."""
+    return [*_steps(root, promise.versions), *_aside(root, promise.aside)]
+
+
 def faults(root: Path, promise: Promise) -> list[str]:
     """What is not as it was promised; or else, what the next one to work in the root finds in its way."""
-    found = [*_steps(root, promise.versions), *_aside(root, promise.aside)]
-    return found or [*_next(root, promise.versions)]
+    return seen(root, promise) or [*_next(root, promise.versions)]
 
 
 def _steps(root: Path, may: dict[int, set[int | None]]) -> Iterator[str]:

@@ -292,9 +292,11 @@ def _link(thread: int, fd: int) -> str:
 
 
 def _position(thread: int, fd: int) -> int:
-    found = re.search(r"pos:\s+(\d+)", Path(f"/proc/{thread}/fdinfo/{fd}").read_text())
-    assert found
-    return int(found[1])
+    """Where the next bytes go: at the end of a file that is opened to be appended to."""
+    found = dict(re.findall(r"(pos|flags):\s+(\d+)", Path(f"/proc/{thread}/fdinfo/{fd}").read_text()))
+    if int(found["flags"], 8) & os.O_APPEND:
+        return os.stat(f"/proc/{thread}/fd/{fd}").st_size
+    return int(found["pos"])
 
 
 def _path(thread: int, dirfd: int | None, path: str) -> str:

@@ -1,0 +1,94 @@
+"""Power that fails at any moment of a history: what was reported is found, whatever of the rest reached the disk."""
+
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from ckpt_jax import _commit
+from tests.conftest import Count
+from tests.torture import history
+from tests.torture.disk import Disk, Image, put, replay
+from tests.torture.history import Promise
+from tests.torture.syscalls import Answer, Hold, Operation, needs_linux, watch
+
+pytestmark = needs_linux
+
+
+def _record(root: Path, script: str = history.SCRIPT) -> list[Operation]:
+    """A history's operations. What the threads make durable takes its time, so that who does not wait for it shows."""
+    main: set[int] = set()
+
+    def decide(_: int, operation: Operation) -> Answer:
+        main.add(operation.thread) if not main else None
+        return Hold(0.02) if operation.kind == "fsync" and operation.thread not in main else None
+
+    watched = watch(script, root, decide, str(root / "run"))
+    assert watched.code == 0, watched.out
+    return watched.operations
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> list[Operation]:
+    return _record(tmp_path_factory.mktemp("whole"))
+
+
+def _frozen(found: "Image | bytes", name: str = "") -> object:
+    """What makes one image another to a reader: what lies in attempts is nothing to him."""
+    if isinstance(found, bytes):
+        return hash(found)
+    if _commit.TMP in name:
+        return "an attempt"
+    return frozenset((below, _frozen(more, below)) for below, more in found.items())
+
+
+class Judge:
+    """Says of an image what is not as promised; each kind is put on a real disk and read once."""
+
+    def __init__(self, scratch: Path):
+        self.scratch, self.known = scratch, dict[object, list[str]]()
+
+    def faults(self, image: Image, promise: Promise) -> list[str]:
+        run = image.get("run", {})
+        key = _frozen(run), repr(promise)
+        if key not in self.known:
+            put(image, self.scratch / "disk")
+            self.known[key] = history.seen(self.scratch / "disk" / "run", promise)
+            shutil.rmtree(self.scratch / "disk")
+        return self.known[key]
+
+
+def _crashes(operations: Sequence[Operation], *, pairs: bool = False) -> Iterator[tuple[int, Image, Promise]]:
+    """A crash after each of the operations, in every way that it may end."""
+    disk, out = Disk(), ""
+    for number, operation in enumerate(operations):
+        if operation.kind == "say":
+            out += operation.data.decode()
+        else:
+            disk.apply(operation)
+        promise = history.promised(out)
+        for image in disk.images(pairs=pairs):
+            yield number, image, promise
+
+
+def test_the_disk_that_is_replayed_is_the_one_that_there_was(whole: list[Operation], tmp_path: Path) -> None:
+    """All that was written, in its place: else the rest of this would prove nothing."""
+    operations = _record(tmp_path)
+    put(replay(operations).image(lambda _: True), tmp_path / "replayed")
+    files = {path.relative_to(tmp_path / "run"): path for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    again = tmp_path / "replayed" / "run"
+    assert {path.relative_to(again) for path in again.rglob("*") if path.is_file()} == files.keys()
+    assert all((again / name).read_bytes() == path.read_bytes() for name, path in files.items())
+
+
+def test_a_crash_loses_nothing_that_was_reported(
+    whole: list[Operation], full: bool, count: Count, tmp_path: Path
+) -> None:
+    judge = Judge(tmp_path)
+    tried = 0
+    for number, image, promise in _crashes(whole, pairs=full):
+        assert judge.faults(image, promise) == [], f"after operation {number}, {whole[number]._replace(data=b'')}"
+        tried += 1
+    count("power fails: disks after a crash at each operation", "kept", tried)
+    count("power fails: of these, disks that a reader can tell apart", "kept", len(judge.known))
