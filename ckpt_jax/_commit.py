@@ -126,6 +126,15 @@ def is_bad(place: Folder) -> bool:
     return place.read(BAD) is not None
 
 
+def lost_its_manifest(place: Folder) -> bool:
+    """Whether arrays are there without a manifest: in a folder, which is renamed when all is in it, that is damage.
+
+    In a bucket any attempt that did not come to its end looks like that.
+    """
+    names = place.entries() if place.local else []
+    return "state" in names and _manifest.NAME not in names
+
+
 def good(root: Folder) -> Iterator[tuple[int, Manifest]]:
     """The steps whose manifest is whole, whose files are all there, and that nobody marked; the newest first."""
     for step in candidates(root):
@@ -259,7 +268,7 @@ def _foreign(target: Folder, entries: list[str]) -> list[str]:
     try:
         known = set(load_data(target).files)
     except CheckpointError:  # Damaged: then what is ours is told by the names.
-        return [name for name in entries if name not in {*_OURS, _manifest.NAME, BAD}]
+        return [name for name in entries if name not in {*_OURS, _manifest.NAME, BAD, f"{BAD}.tmp"}]
     return [name for name in target.files() if name not in {*known, _manifest.NAME, BAD, f"{BAD}.tmp"}]
 
 

@@ -63,7 +63,7 @@ def _proposed(root: _storage.Folder, group: _processes.Group, turn: int, refused
 
 
 def _newest(root: _storage.Folder, refused: dict[int, str], log: Log) -> Proposal:
-    """The newest committed step that is not marked; a manifest that is damaged is marked here.
+    """The newest committed step that is not marked; one whose manifest is damaged is marked here.
 
     Raises:
         Corrupt: there are checkpoints, but none that can be read. Nobody's month is begun anew unasked.
@@ -74,8 +74,10 @@ def _newest(root: _storage.Folder, refused: dict[int, str], log: Log) -> Proposa
             continue
         try:
             return place, _commit.load(place)
-        except NotFound:
-            continue
+        except NotFound as error:
+            if _commit.lost_its_manifest(place):
+                refused[step] = _why(error)
+                log.add("fell back", step, message=refused[step])
         except Corrupt as error:
             refused[step] = _why(error)
             _commit.mark_bad(place, refused[step])

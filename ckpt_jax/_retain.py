@@ -196,6 +196,8 @@ def prune(root: _storage.PathLike, keep: Keep, *, also: Iterable[int] = (), dry_
     if not isinstance(keep, Keep):
         raise TypeError(f"keep is a ckpt_jax.Keep, such as Keep(last=3), not {keep!r}")
     place = _storage.folder(root)
+    if not dry_run:
+        _commit.clear_all(place)  # First: of a replacement that was killed midway it puts the old one back.
     found = facts_of(place)
     _check_metric(place, found, keep.best)
     stay = set(kept(found, keep, also))
@@ -204,7 +206,6 @@ def prune(root: _storage.PathLike, keep: Keep, *, also: Iterable[int] = (), dry_
         _check_newest(place, found, go)
         for step in go:
             _commit.delete(place / str(step))
-        _commit.clear_all(place)
     return go
 
 
@@ -257,6 +258,7 @@ def rollback(root: _storage.PathLike, step: int) -> list[str]:
         CheckpointError: a later step could not be put aside; tells which were before it.
     """
     place = _storage.folder(root)
+    _commit.clear_all(place)  # First: a later step that it puts back would be the newest again.
     _check_good(place / str(step))
     moved: list[str] = []
     # The newest first: wherever this ends, what is left is a shorter run, and going on with it is to call it again.

@@ -214,7 +214,7 @@ class Folder:
             with contextlib.suppress(OSError):
                 os.unlink(self._path(name + ".tmp"))
             raise
-        self.sync()
+        _fsync(os.path.dirname(self._path(name)))  # Not `sync`: a root has many folders below it.
 
     @_os_errors
     def create(self, name: str, data: bytes) -> bool:

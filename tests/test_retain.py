@@ -233,6 +233,20 @@ def test_a_rollback_to_a_damaged_step_is_refused_and_moves_nothing(root):
     assert [_retain.rollback(root, 3)[0].partition(".")[0]] == ["4"]
 
 
+@pytest.mark.parametrize("how", ["rollback", "prune"])
+def test_what_a_killed_replacement_hid_counts_again_before_anything_goes(tmp_path, how):
+    """Where two folders cannot be exchanged; put back later, it would be the newest in spite of the rollback."""
+    filled(str(tmp_path), 1, 2, 3)
+    (tmp_path / "3").rename(tmp_path / f"3{_commit.TMP}{_commit._OLD}")
+    assert ck.steps(tmp_path) == [1, 2]
+    if how == "rollback":
+        assert [name.partition(".")[0] for name in _retain.rollback(tmp_path, 1)] == ["2", "3"]
+    else:
+        assert ck.prune(tmp_path, ck.Keep(last=1)) == [1, 2]
+    with ck.Saver(tmp_path) as saver:
+        assert saver.resume({"w": np.zeros(2000, int)})[1] == (1 if how == "rollback" else 3)
+
+
 def test_two_rollbacks_in_one_second_do_not_meet(tmp_path, monkeypatch):
     monkeypatch.setattr(_retain.time, "strftime", lambda *_: "20261130-041500")
     aside = []

@@ -317,6 +317,23 @@ def test_resume_passes_over_what_is_damaged_and_marks_it(tmp_path, damage):
     assert not (tmp_path / "3" / "BAD.json").exists()
 
 
+def test_resume_passes_over_a_step_that_lost_its_manifest_and_says_so(tmp_path):
+    """In a folder, which is renamed when all is there, no dead attempt looks like that."""
+    like = {"w": np.zeros(50, int)}
+    for step in (1, 2):
+        ck.save(tmp_path / str(step), {"w": np.full(50, step)})
+    (tmp_path / "3").mkdir()  # What holds nothing was never a checkpoint.
+    (tmp_path / "2" / "MANIFEST.json").unlink()
+    events: list[Event] = []
+    with ck.Saver(tmp_path, on_event=events.append) as saver:
+        with pytest.warns(UserWarning, match="step 2 cannot be read, and the one before is taken: .*MANIFEST.json"):
+            assert saver.resume(like)[1] == 1
+        assert [event.step for event in events if event.kind == "fell back"] == [2]
+        (tmp_path / "1" / "MANIFEST.json").unlink()
+        with pytest.raises(ck.Corrupt, match="all 2 of them are damaged"):
+            saver.resume(like)
+
+
 def test_what_cannot_be_marked_is_passed_over_all_the_same(tmp_path):
     """The root may be read-only; here something stands where the mark would go."""
     for step in (1, 2):

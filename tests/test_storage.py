@@ -989,3 +989,22 @@ def test_the_collector_is_afterwards_as_it_was(memory, on):
         assert gc.isenabled() == on
     finally:
         gc.enable()
+
+
+def test_a_save_makes_durable_what_it_wrote_and_no_other_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LATEST is replaced in the root, below which all the steps lie: a save would take longer with each."""
+    ck.save(tmp_path / "1", {"w": np.ones(3)})
+    durable, fsync = [], _storage._fsync
+    monkeypatch.setattr(_storage, "_fsync", lambda path: (durable.append(path), fsync(path)))
+    ck.save(tmp_path / "2", {"w": np.ones(3)})
+    assert str(tmp_path) in durable
+    assert not [path for path in durable if path.startswith(f"{tmp_path}/1")]
+
+
+def test_a_mark_that_was_being_written_when_its_process_died_is_not_in_the_way(tmp_path: Path) -> None:
+    """Of a step whose manifest, damaged, no longer tells what is in it."""
+    ck.save(tmp_path / "1", {"w": np.ones(3)})
+    (tmp_path / "1" / "MANIFEST.json").write_bytes(b"{")
+    (tmp_path / "1" / "BAD.json.tmp").write_bytes(b"{")
+    ck.save(tmp_path / "1", {"w": np.zeros(3)}, overwrite=True)
+    assert ck.verify(tmp_path / "1").ok
