@@ -266,8 +266,8 @@ def _foreign(target: Folder, entries: list[str]) -> list[str]:
     if not target.local:
         return []
     try:
-        known = set(load_data(target).files)
-    except CheckpointError:  # Damaged: then what is ours is told by the names.
+        known = set(load(target).files)
+    except CheckpointError:  # Damaged, or another step's: then what is ours is told by the names.
         return [name for name in entries if name not in {*_OURS, _manifest.NAME, BAD, f"{BAD}.tmp"}]
     return [name for name in target.files() if name not in {*known, _manifest.NAME, BAD, f"{BAD}.tmp"}]
 

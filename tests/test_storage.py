@@ -1008,3 +1008,16 @@ def test_a_mark_that_was_being_written_when_its_process_died_is_not_in_the_way(t
     (tmp_path / "1" / "BAD.json.tmp").write_bytes(b"{")
     ck.save(tmp_path / "1", {"w": np.zeros(3)}, overwrite=True)
     assert ck.verify(tmp_path / "1").ok
+
+
+def test_a_step_that_holds_another_steps_manifest_can_be_overwritten(tmp_path: Path) -> None:
+    """That one lists other data files; these are ours all the same. What is not ours still is not."""
+    for step in (1, 2):
+        ck.save(tmp_path / str(step), {"w": np.full(3000, step)})
+    (tmp_path / "2" / "MANIFEST.json").write_bytes((tmp_path / "1" / "MANIFEST.json").read_bytes())
+    (tmp_path / "2" / "notes.txt").write_text("mine")
+    with pytest.raises(ck.Exists, match=r"not ckpt_jax's to delete(?s:.*)found notes\.txt"):
+        ck.save(tmp_path / "2", {"w": np.zeros(3)}, overwrite=True)
+    (tmp_path / "2" / "notes.txt").unlink()
+    ck.save(tmp_path / "2", {"w": np.zeros(3)}, overwrite=True)
+    assert ck.verify(tmp_path / "2").ok
