@@ -14,14 +14,13 @@ import os
 import platform
 import re
 import select
-import signal
 import socket
 import struct
 import sys
 import threading
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,6 +61,7 @@ class Hold(NamedTuple):
 KILL = "kill"  # An answer: the process is killed before the operation happens,
 TORN = "torn"  # or when half of what is to be written has been.
 Answer = int | str | Hold | None  # An errno; None: it happens.
+Decide = Callable[[Operation], Answer]
 
 _CALLS = {  # Number: name, and which arguments are what.
     1: ("write", "fd", "buffer", "size"),
@@ -129,58 +129,56 @@ def be_watched(address: str) -> None:
 
 @dataclass
 class Watched:
-    """What became of a process.
+    """A process that is watched, and what came of it once it has ended.
 
     Attributes:
-        code: its exit code.
-        operations: all that it did, and printed, in order.
+        operations: all that it did, and printed, in order. Those that were held count as done when they were let go: so
+            what did not wait for them comes before them.
         struck: those that failed, or that it was killed in.
-        out: all that it printed.
     """
 
-    code: int
-    operations: list[Operation]
-    struck: list[Operation]
-    out: str
+    child: Child
+    operations: list[Operation] = field(default_factory=list)
+    struck: list[Operation] = field(default_factory=list)
+
+    @property
+    def code(self) -> int | None:
+        return self.child.returncode
 
 
-def watch(script: str, root: Path, decide: Callable[[int, Operation], Answer], *arguments: str) -> Watched:
-    """Runs a script, and asks `decide` about each operation in the root and below.
-
-    `decide` is given the operation's number, from 0, and the operation. Those that are held count as done when they are
-    let go: so what did not wait for them comes before them.
-    """
+def watch(script: str, root: Path, decide: Decide, *arguments: str) -> Watched:
+    """Starts a script, and asks `decide` about each operation in the root and below, and each line that it prints."""
     address = f"torture-{uuid.uuid4()}"
     with socket.socket(socket.AF_UNIX) as server:
         server.bind("\0" + address)
         server.listen()
         server.settimeout(60)
         prologue = f"from tests.torture import syscalls; syscalls.be_watched({address!r})"
-        child = Child(f"{prologue}\n{script}", *arguments)
+        watched = Watched(Child(f"{prologue}\n{script}", *arguments))
         connection, _ = server.accept()
     with connection:
         _, (listener, *_), _, _ = socket.recv_fds(connection, 1, 1)
-    watcher = _Watcher(child, root, listener, decide)
-    try:
-        watcher.run()
-    except BaseException:
-        child.kill()
-        raise
-    finally:
-        os.close(listener)
-    out, _ = child.communicate()
-    assert child.returncode is not None
-    return Watched(child.returncode, watcher.operations, watcher.struck, out)
+    threading.Thread(target=_Watcher(watched, str(root), listener, decide).run, daemon=True).start()
+    return watched
 
 
+@dataclass
 class _Watcher:
-    def __init__(self, child: Child, root: Path, listener: int, decide: Callable[[int, Operation], Answer]):
-        self.child, self.root, self.listener, self.decide = child, str(root), listener, decide
-        self.operations: list[Operation] = []
-        self.struck: list[Operation] = []
-        self.number = 0
+    watched: Watched
+    root: str
+    listener: int
+    decide: Decide
 
     def run(self) -> None:
+        try:
+            self._answer_all()
+        except BaseException:
+            self.watched.child.kill()
+            raise
+        finally:
+            os.close(self.listener)
+
+    def _answer_all(self) -> None:
         poll = select.poll()
         poll.register(self.listener, select.POLLIN)
         while True:
@@ -194,28 +192,22 @@ class _Watcher:
                 continue
             key, thread, _, number, _, _, *values = struct.unpack("QIIiIQ6Q", asked)
             operation = self._operation(thread, number, values)
-            answer = self._answer(operation)
+            answer = self.decide(operation) if operation else None
             if operation and isinstance(answer, int | str):
-                self.struck.append(operation)
+                self.watched.struck.append(operation)
             if answer in (KILL, TORN):
                 if answer == TORN and operation:
                     self._tear(operation)
-                os.kill(self.child.pid, signal.SIGKILL)
+                self.watched.child.kill()
             elif isinstance(answer, Hold):
                 threading.Timer(answer.seconds, self._reply, [key, None, operation]).start()
             else:
                 self._reply(key, answer, operation)
 
-    def _answer(self, operation: Operation | None) -> Answer:
-        if operation is None or operation.kind == "say":
-            return None
-        self.number += 1
-        return self.decide(self.number - 1, operation)
-
     def _reply(self, key: int, answer: object, operation: Operation | None) -> None:
         number = answer if isinstance(answer, int) else 0
         if operation and not number:
-            self.operations.append(operation)
+            self.watched.operations.append(operation)
         try:
             fcntl.ioctl(self.listener, _SEND, bytearray(struct.pack("QqiI", key, 0, -number, 0 if number else _GO_ON)))
         except OSError as error:  # Killed meanwhile; or all is over.

@@ -35,29 +35,32 @@ def _fits(fault: str, kind: str) -> bool:
     return not fault.startswith("ENOSPC") or kind in GROWS
 
 
-def _run(root: Path, fault: str, at: int) -> Watched:
-    """The history, with a fault at the operation of this number, or the next one that it fits."""
+def _run(root: Path, fault: str, at: int) -> tuple[Watched, str]:
+    """The history, with a fault at the operation of this number, or the next one that it fits; and what it printed."""
     answer, on = FAULTS[fault]
-    left = 10**9 if on else 1
+    number, left = -1, 10**9 if on else 1
 
-    def decide(number: int, operation: Operation) -> Answer:
-        nonlocal left
-        if number < at or not left or not _fits(fault, operation.kind):
+    def decide(operation: Operation) -> Answer:
+        nonlocal number, left
+        number += operation.kind != "say"
+        if operation.kind == "say" or number < at or not left or not _fits(fault, operation.kind):
             return None
         left -= 1
         return answer
 
-    return watch(history.SCRIPT, root, decide, str(root / "run"))
+    watched = watch(history.SCRIPT, root, decide, str(root / "run"))
+    out, _ = watched.child.communicate()
+    return watched, out
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> list[Operation]:
     """All operations of a history that nothing befalls."""
     root = tmp_path_factory.mktemp("whole")
-    watched = _run(root, "killed", NEVER)
-    assert watched.code == 0, watched.out
-    assert '"failed"' not in watched.out, watched.out
-    promise = history.promised(watched.out)
+    watched, out = _run(root, "killed", NEVER)
+    assert watched.code == 0, out
+    assert '"failed"' not in out, out
+    promise = history.promised(out)
     assert promise.versions == {1: {None}, 2: {0, None}, 3: {1}, 4: {2}, 5: {None}}
     assert history.kept(root / "run", promise) == []
     return watched.operations
@@ -96,10 +99,10 @@ def test_a_fault_at_an_operation(
     fault: str, part: int, points: dict[str, list[int]], count: Count, tmp_path: Path
 ) -> None:
     for at in points[fault][part::PARTS]:
-        watched = _run(tmp_path, fault, at)
-        assert watched.code == (-9 if fault.startswith("killed") and watched.struck else 0), watched.out
-        broken = history.kept(tmp_path / "run", history.promised(watched.out))
-        assert broken == [], f"{fault} at operation {at}, {watched.struck}:\n{watched.out}"
-        told = "an act failed, and said so" if '"failed"' in watched.out else "no act failed"
+        watched, out = _run(tmp_path, fault, at)
+        assert watched.code == (-9 if fault.startswith("killed") and watched.struck else 0), out
+        broken = history.kept(tmp_path / "run", history.promised(out))
+        assert broken == [], f"{fault} at operation {at}, {watched.struck}:\n{out}"
+        told = "an act failed, and said so" if '"failed"' in out else "no act failed"
         count(f"{fault}, at an operation", "kept" if fault.startswith("killed") else f"kept; {told}")
         shutil.rmtree(tmp_path / "run", ignore_errors=True)

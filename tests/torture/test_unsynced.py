@@ -22,12 +22,15 @@ def _record(root: Path, script: str = history.SCRIPT) -> list[Operation]:
     """A history's operations. What the threads make durable takes its time, so that who does not wait for it shows."""
     main: set[int] = set()
 
-    def decide(_: int, operation: Operation) -> Answer:
+    def decide(operation: Operation) -> Answer:
+        if operation.kind != "fsync":
+            return None
         main.add(operation.thread) if not main else None
-        return Hold(0.02) if operation.kind == "fsync" and operation.thread not in main else None
+        return Hold(0.02) if operation.thread not in main else None
 
     watched = watch(script, root, decide, str(root / "run"))
-    assert watched.code == 0, watched.out
+    out, _ = watched.child.communicate()
+    assert watched.code == 0, out
     return watched.operations
 
 
