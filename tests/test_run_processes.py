@@ -1,9 +1,9 @@
 """A run in several real processes: parts, declines, deaths, timeouts, and any number of them resumes."""
 
-import os
 import re
 import signal
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -54,12 +54,19 @@ def leave(*lost):
 
 
 class Run:
-    """So many processes of one script."""
+    """So many processes of one script; `start` is given the number of each, and what a `Child` is made of."""
 
-    def __init__(self, body: str, root: Path, count: int, *roots: Path):
+    def __init__(
+        self,
+        body: str,
+        root: Path,
+        count: int,
+        *roots: Path,
+        start: Callable[..., Child] = lambda _, *made_of: Child(*made_of),
+    ):
         script, port = RUN + textwrap.dedent(body), free_port()
         self.children = [
-            Child(script, str(i), str(count), str(port), str((roots or [root] * count)[i])) for i in range(count)
+            start(i, script, str(i), str(count), str(port), str((roots or [root] * count)[i])) for i in range(count)
         ]
 
     def wait(self, timeout: float = 120) -> tuple[list[int], list[str]]:
@@ -226,81 +233,6 @@ def test_a_root_that_is_not_shared_is_found_out(tmp_path):
     assert "all processes must save to storage that they share" in out[1]
     assert "process 1 could not write its part" in out[0]
     assert ck.steps(tmp_path / "a") == ck.steps(tmp_path / "b") == []
-
-
-KILL = """
-from ckpt_jax import _save, _manifest
-victim, phase, how = {victim}, {phase!r}, {how!r}
-def at(name):
-    if index == victim and phase == name and armed[0]:
-        print("now", flush=True)
-        armed[0] = False
-        if how == "raise": raise OSError(5, "Input/output error")
-        os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
-armed = [False]
-def before(owner, attribute, name):
-    real = getattr(owner, attribute)
-    def call(*a, **k):
-        at(name)
-        return real(*a, **k)
-    setattr(owner, attribute, call)
-before(_save, "prepare", "snapshot")
-before(_commit, "begin" if index == 0 else "join", "open")
-before(_writing, "write", "write")
-before(_writing, "merge", "merge")
-before(_save, "_finish", "manifest")
-before(_commit, "_put_in_place", "rename")
-publish = _save._processes.Group.publish
-def publishing(self, key, message):
-    if key.startswith("part"): at("part")
-    if key == "outcome": at("publish")
-    return publish(self, key, message)
-_save._processes.Group.publish = publishing
-saver = ck.Saver(root, every=ck.Every(steps=1), timeout=5, on_event=print_event)
-saver.step(1, state_at(1))
-saver.wait()
-barrier("armed")
-armed[0] = True
-try: saver.step(2, state_at(2))
-except OSError as error: print("raised:", error, flush=True)  # Where else than in the writer's thread.
-saver._idle.wait(60)
-print("survived:", saver.last_error, flush=True)
-leave(*[victim] if how != "raise" else [])
-"""
-FIRST = ["snapshot", "open", "write", "merge", "manifest", "rename", "publish"]
-OTHER = ["snapshot", "open", "write", "part"]
-OF_2 = [(2, v, p, how) for v, phases in enumerate([FIRST, OTHER]) for p in phases for how in ("kill", "stop", "raise")]
-OF_4 = [(4, v, p, how) for v in range(4) for p in (OTHER if v else FIRST) for how in ("kill", "stop")]
-
-
-@pytest.mark.parametrize(("count", "victim", "phase", "how"), OF_2 + OF_4)
-def test_c103_a_rank_that_dies_hangs_or_fails_costs_its_save_only(tmp_path, count, victim, phase, how):
-    """The others say which and in which phase, within the timeout; nothing half is there; the next run goes on."""
-    run = Run(KILL.format(victim=victim, phase=phase, how=how), tmp_path, count)
-    run.until(victim, "now")
-    others = [child for index, child in enumerate(run.children) if index != victim]
-    told = [child.communicate(timeout=60)[0] for child in others]
-    if how == "stop":
-        run.children[victim].send_signal(signal.SIGCONT)
-    run.children[victim].communicate(timeout=60)
-    steps = ck.steps(tmp_path)
-    if phase == "publish":
-        assert steps == [1, 2], "it was committed before the others heard of it"
-    else:
-        # One that was stopped may go on, and finish what it was at.
-        assert steps in ([[1], [1, 2]] if how == "stop" else [[1]])
-    for child, out in zip(others, told, strict=True):
-        if how == "raise":
-            assert phase == "publish" or "Input/output error" in out
-        elif victim == 0 and how == "kill":
-            assert child.returncode != 0, "JAX ends what has lost its coordinator"
-        else:
-            assert f"process {victim} did not get through the phase" in out
-    for step in steps:
-        assert ck.verify(tmp_path / str(step)).ok
-    told = fine(SAVE, tmp_path, 2)
-    assert f"resumed {steps[-1]}\n" in told[0]
-    assert not [name for name in os.listdir(tmp_path) if "tmp" in name]
 
 
 def test_all_that_are_silent_are_named(tmp_path):

@@ -22,7 +22,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -53,9 +53,9 @@ class Operation(NamedTuple):
 
 
 class Hold(NamedTuple):
-    """An answer: the operation happens after so many seconds."""
+    """An answer: the operation happens once this returns, which is called in a thread of its own."""
 
-    seconds: float
+    until: Callable[[], Any]
 
 
 KILL = "kill"  # An answer: the process is killed before the operation happens,
@@ -200,9 +200,13 @@ class _Watcher:
                     self._tear(operation)
                 self.watched.child.kill()
             elif isinstance(answer, Hold):
-                threading.Timer(answer.seconds, self._reply, [key, None, operation]).start()
+                threading.Thread(target=self._reply_late, args=[answer, key, operation], daemon=True).start()
             else:
                 self._reply(key, answer, operation)
+
+    def _reply_late(self, hold: Hold, key: int, operation: Operation | None) -> None:
+        hold.until()
+        self._reply(key, None, operation)
 
     def _reply(self, key: int, answer: object, operation: Operation | None) -> None:
         number = answer if isinstance(answer, int) else 0

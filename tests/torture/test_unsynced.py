@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ def _record(root: Path, script: str = history.SCRIPT) -> list[Operation]:
         if operation.kind != "fsync":
             return None
         main.add(operation.thread) if not main else None
-        return Hold(0.02) if operation.thread not in main else None
+        return Hold(lambda: time.sleep(0.02)) if operation.thread not in main else None
 
     watched = watch(script, root, decide, str(root / "run"))
     out, _ = watched.child.communicate()
