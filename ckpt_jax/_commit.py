@@ -5,6 +5,7 @@ attempt writes below a name of its own, and the manifest, which comes last, is a
 """
 
 import contextlib
+import errno
 import json
 import os
 import platform
@@ -43,7 +44,7 @@ def load(place: Folder) -> Manifest:
         Corrupt: the manifest is damaged.
         Unsupported: a newer version wrote it.
     """
-    data = place.read(_manifest.NAME)
+    data = _data(place)
     if data is None:
         raise _not_found(place)
     manifest = _manifest.loads(data, place.url)
@@ -110,10 +111,19 @@ def steps(root: Folder, *, bad: bool = False) -> list[int]:
 
 def load_data(place: Folder) -> Manifest:
     """As `load`, with a plain NotFound: it looks nowhere else."""
-    data = place.read(_manifest.NAME)
+    data = _data(place)
     if data is None:
         raise NotFound(f"there is no checkpoint at {place}")
     return _manifest.loads(data, place.url)
+
+
+def _data(place: Folder) -> bytes | None:
+    try:
+        return place.read(_manifest.NAME, most=_manifest.LARGEST)
+    except OSError as error:
+        if error.errno != errno.EFBIG:
+            raise
+        raise _manifest.too_large(place.url) from error
 
 
 def candidates(root: Folder) -> list[int]:
@@ -123,7 +133,7 @@ def candidates(root: Folder) -> list[int]:
 
 def is_bad(place: Folder) -> bool:
     """Whether a step was marked as damaged."""
-    return place.read(BAD) is not None
+    return place.read(BAD, 0, 1) is not None
 
 
 def lost_its_manifest(place: Folder) -> bool:
@@ -235,7 +245,7 @@ def check_free(target: Folder, *, overwrite: bool) -> None:
     """Raises Exists unless a checkpoint may be written at `target`."""
     if TMP in target.name:
         raise ValueError(f"a checkpoint's name does not hold {TMP!r}, which marks what is not finished: {target}")
-    if target.parent != target and target.parent.read(_manifest.NAME) is not None:
+    if target.parent != target and target.parent.read(_manifest.NAME, 0, 1) is not None:
         raise Exists(f"{target} would lie inside the checkpoint {target.parent}", hint="choose another path")
     if not target.exists():
         return

@@ -35,7 +35,7 @@ def vanished(place: Folder, manifest: Manifest) -> NotFound | None:
 
 
 def chunk_faults(place: Folder, manifest: Manifest, bad: list[tuple[_reading.Wanted, str]]) -> list[Fault]:
-    tree = Tree(place / manifest.state, manifest.state_files)
+    tree = _tree(place, manifest)
     faults = []
     for chunk, found in bad:
         value = tree.find(chunk.key)
@@ -43,6 +43,11 @@ def chunk_faults(place: Folder, manifest: Manifest, bad: list[tuple[_reading.Wan
         at = f"chunk {list(chunk.coords)} in {manifest.state}/{file}"
         faults.append(Fault(chunk.name, f"{at}: digest {chunk.digest[:12]}…", found))
     return faults
+
+
+def _tree(place: Folder, manifest: Manifest) -> Tree:
+    arrays = place / manifest.state
+    return Tree(arrays, arrays.plain(manifest.state_files))
 
 
 def of_files(place: Folder, manifest: Manifest) -> list[Fault]:
@@ -57,7 +62,7 @@ def of_files(place: Folder, manifest: Manifest) -> list[Fault]:
     if (error := vanished(place, manifest)) is not None:
         raise error
     inside: dict[str, set[str]] = {}
-    for key, file in Tree(place / manifest.state, manifest.state_files).files():
+    for key, file in _tree(place, manifest).files():
         inside.setdefault(f"{manifest.state}/{file}", set()).add(key.partition("/")[0])
     named = []
     for fault in faults:

@@ -1,7 +1,7 @@
 """OCDBT's tree of keys, read without TensorStore: which file holds a value, and the small values themselves (no JAX).
 
 The format is in TensorStore's documentation of its `ocdbt` driver. What is not understood here, or is damaged, is
-answered with None: TensorStore itself is then asked. `docs/decisions/0005` has the figures.
+answered with None; of the former TensorStore itself is then asked. `docs/decisions/0005` has the figures.
 """
 
 import bisect
@@ -19,7 +19,12 @@ NODES = 16  # Nodes kept: keys are asked for nearly in order.
 
 _VARINT = 10  # Bytes of the longest.
 _NOWHERE = 2**64 - 1  # The offset of the root of an empty tree.
+_FAR = 2**63  # No file reaches so far, and no system call takes it.
 MANIFEST_MAGIC, NODE_MAGIC = bytes.fromhex("0cdb3a2a"), bytes.fromhex("0cdb20de")
+
+
+class Foreign(ValueError):
+    """Not damaged as far as can be told, but of a kind that is not understood here: of a later version, compressed."""
 
 
 class Value(msgspec.Struct, gc=False):
@@ -73,16 +78,21 @@ class Tree:
     Args:
         place: the folder with `manifest.ocdbt`.
         files: the names of the files in it that may be opened; a stranger may have written the tree.
+
+    Attributes:
+        foreign: whether something was met that TensorStore may understand.
     """
+
+    foreign = False
 
     def __init__(self, place: Folder, files: Collection[str]):
         self._place, self._files = place, files
         self._nodes: dict[_Reference, _Leaf | _Interior | None] = {}
         self._last: tuple[bytes, _Leaf] | None = None
         try:
-            self._root = _root(place.read(MANIFEST) or b"")
-        except (ValueError, IndexError, OSError):
-            self._root = None
+            self._root = _root(place.read(MANIFEST, most=NODE_BYTES) or b"") if MANIFEST in files else None
+        except (ValueError, IndexError, OSError) as error:
+            self._root, self.foreign = None, isinstance(error, Foreign)
 
     def find(self, key: str) -> Value | None:
         """Where a key's value is; None if there is none, or if the way to it cannot be read."""
@@ -107,9 +117,11 @@ class Tree:
     def files(self) -> Iterator[tuple[str, str]]:
         """Every key with the file of its value, as far as the tree can be read."""
         nodes = [(self._root, b"")]
+        seen = set()  # In a stranger's tree, floors of nodes that all point to the same one below have no end.
         while nodes:
             reference, prefix = nodes.pop()
-            node = self._node(reference) if reference is not None else None
+            node = self._node(reference) if reference is not None and reference not in seen else None
+            seen.add(reference)
             if isinstance(node, _Leaf):
                 for key, at in node.index.items():
                     yield (prefix + key).decode("utf-8", "replace"), node.files[at] or node.file
@@ -122,12 +134,13 @@ class Tree:
                 self._nodes.pop(next(iter(self._nodes)))
             try:
                 self._nodes[reference] = self._load(reference)
-            except (ValueError, IndexError, OSError):
+            except (ValueError, IndexError, OSError) as error:
                 self._nodes[reference] = None
+                self.foreign = self.foreign or isinstance(error, Foreign)
         return self._nodes[reference]
 
     def _load(self, at: _Reference) -> _Leaf | _Interior | None:
-        if at.file not in self._files or at.length > NODE_BYTES:
+        if at.file not in self._files or at.length > NODE_BYTES or at.offset >= _FAR:
             return None
         return _node(self._place.read(at.file, at.offset, at.length) or b"", at)
 
@@ -149,7 +162,7 @@ class _Reader:
             raise ValueError("a crc32c that does not match")
         self.data, self.at, self.end = data, 12, len(data) - 4
         if self.varint() or self.varint():
-            raise ValueError("a later version, or compressed")
+            raise Foreign("a later version, or compressed")
 
     def skip(self, count: int) -> int:
         """Where the next bytes begin, which are then behind."""
@@ -192,10 +205,11 @@ class _Reader:
     def texts(self, prefixes: np.ndarray, lengths: np.ndarray) -> list[bytes]:
         """Byte strings of which each but the first begins as the one before it does, so many bytes long."""
         found: list[bytes] = []
-        before = b""  # Not strict: of nothing there is no first one either.
+        before, total = b"", 0  # Not strict: of nothing there is no first one either.
         for prefix, length in zip([0, *prefixes.tolist()], lengths.tolist(), strict=False):
-            if prefix > len(before):
-                raise ValueError("a longer prefix than what it is of")
+            total += prefix + length
+            if prefix > len(before) or total > NODE_BYTES:  # A long one that many begin with takes few bytes here.
+                raise ValueError("a longer prefix than what it is of, or more than a node holds")
             before = before[:prefix] + self.take(length)
             found.append(before)
         return found
@@ -214,7 +228,7 @@ def _root(data: bytes) -> _Reference | None:
     reader = _Reader(data, MANIFEST_MAGIC)
     reader.take(16)  # uuid
     if reader.varint():
-        raise ValueError("a manifest in several files")
+        raise Foreign("a manifest in several files")
     reader.varints(2)  # the sizes of inline values and of nodes
     reader.take(1)  # arity of the version tree
     if reader.varint():
@@ -251,7 +265,7 @@ def _node(data: bytes, at: _Reference) -> _Leaf | _Interior:
     keys = reader.texts(prefixes, lengths)
     sizes, kinds = (reader.varints(count).tolist() for _ in range(2))
     if any(kind > 1 for kind in kinds):
-        raise ValueError("a value of another kind")
+        raise Foreign("a value of another kind")
     elsewhere = sum(kinds)
     where = iter([files[file] for file in reader.varints(elsewhere).tolist()])
     offsets = iter(reader.varints(elsewhere).tolist())

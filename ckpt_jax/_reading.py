@@ -1,6 +1,7 @@
 """Chunks read from OCDBT key spaces and checked, with bounded memory (no JAX)."""
 
 import collections
+import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
@@ -58,9 +59,39 @@ class Source:
     """
 
     def __init__(self, place: Folder, files: Mapping[str, int] = {}):
-        self.place, self.files, self.store = place, files, open_store(place)
+        plain = place.plain(files)
+        self.place, self.files = place, {name: size for name, size in files.items() if name in plain}
         # On a file system values are read where the tree says that they lie: `docs/decisions/0005` has the figures.
-        self.tree = Tree(place, files) if place.local else None
+        self.tree = Tree(place, self.files) if place.local else None
+
+    @functools.cached_property
+    def store(self) -> ts.KvStore:
+        """The key space as TensorStore reads it."""
+        return open_store(self.place)
+
+    @functools.cached_property
+    def _plain(self) -> bool:
+        return self.place.all_plain()
+
+    def ask(self, key: str) -> Any:
+        """A future of what TensorStore finds at a key.
+
+        None on a file system, unless it may understand what the tree here did not. Of what is damaged it knows no
+        more, and a stranger's it reads too trustingly: through links, from pipes, and into any amount of memory, the
+        lack of which ends the process.
+        """
+        if self.tree is not None and not (self.tree.foreign and self._plain):
+            return None
+        return self.store.read(key)
+
+    def small(self, key: str) -> Any:
+        """What lies at a key that is no chunk's, or a future of it; or None."""
+        value = self.tree.find(key) if self.tree is not None else None
+        if value is None or value.data is not None:
+            return self.ask(key) if value is None else value.data
+        if value.length > WINDOW or value.offset + value.length > self.files.get(value.file, -1):
+            return None
+        return self.place.read(value.file, value.offset, value.length)
 
     def find(self, chunk: Wanted) -> Value | None:
         """Where a chunk lies, if it is in a file that may be opened and of the size that is wanted."""
@@ -137,7 +168,8 @@ def read(
             ahead -= chunk.size
             result, found = answer.result() if isinstance(answer, Future) else _used(chunk, answer, use)
             for source in sources if result is None else ():
-                result, found = _used(chunk, source.store.read(chunk.key), use)
+                if (answer := _once_more(chunk, source, again=source is sources[0])) is not None:
+                    result, found = _used(chunk, answer, use)
                 if result is not None:
                     break
             yield chunk, result, found
@@ -147,8 +179,15 @@ def _ask(chunk: Wanted, source: Source, use: Use, pool: _threads.Pool, buffers: 
     """A chunk's bytes, a future of them, or a future of what became of them."""
     value = source.find(chunk)
     if value is None:
-        return source.store.read(chunk.key)
+        return source.ask(chunk.key)
     return pool.submit(_read_file, chunk, source.place, value, use, buffers) if value.data is None else value.data
+
+
+def _once_more(chunk: Wanted, source: Source, *, again: bool) -> Any:
+    """A chunk's bytes from another source, or from the same in another way; None if there are no others."""
+    if again or (value := source.find(chunk)) is None:
+        return source.ask(chunk.key)
+    return value.data if value.data is not None else source.place.read(value.file, value.offset, value.length)
 
 
 def _read_file(chunk: Wanted, place: Folder, value: Value, use: Use, buffers: Buffers) -> tuple[Any, str]:
@@ -169,7 +208,7 @@ def _used(chunk: Wanted, answer: Any, use: Use) -> tuple[Any, str]:
 
 def _check(chunk: Wanted, answer: Any) -> tuple[memoryview | None, str]:
     try:
-        value = answer if isinstance(answer, (bytes, memoryview)) else _value(answer)
+        value = value_of(answer)
     except (ValueError, OSError) as error:  # TensorStore's errors, whatever their kind, are ValueErrors.
         return None, short(error)
     if value is None:
@@ -186,9 +225,12 @@ def _check(chunk: Wanted, answer: Any) -> tuple[memoryview | None, str]:
     return data, ""
 
 
-def _value(future: Any) -> bytes | None:
-    answer = future.result()
-    return answer.value if answer.state == "value" else None
+def value_of(answer: Any) -> bytes | memoryview | None:
+    """Bytes, or those of a future of TensorStore's."""
+    if answer is None or isinstance(answer, (bytes, memoryview)):
+        return answer
+    found = answer.result()
+    return found.value if found.state == "value" else None
 
 
 def short(error: BaseException) -> str:

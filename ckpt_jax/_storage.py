@@ -6,11 +6,13 @@ import errno
 import fcntl
 import functools
 import io
+import itertools
 import os
 import re
 import shutil
+import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,6 +29,8 @@ BEGIN_SECONDS = 60  # A new, empty folder without a lock for longer: whoever mad
 CONCURRENCY = 8  # Files written or read at once: enough to have several fsyncs under way.
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)\Z", re.DOTALL)
+# What the system says of a name that no file has: ELOOP of a link, ENXIO of a socket.
+_NO_FILE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EMLINK, errno.ENXIO, errno.ENAMETOOLONG}
 # TensorStore's own defaults wait 15 minutes for a server that is gone.
 _RETRIES = {"max_retries": 6, "initial_delay": "200ms", "max_delay": "5s"}
 
@@ -104,15 +108,21 @@ class Folder:
     # --- reading ---
 
     @_os_errors
-    def read(self, name: str, start: int = 0, length: int = -1) -> bytes | None:
-        """A file's bytes, or a part of them; None if there is no such file."""
+    def read(self, name: str, start: int = 0, length: int = -1, *, most: int | None = None) -> bytes | None:
+        """A file's bytes, or a part of them; None if there is no such file.
+
+        Raises:
+            OSError: EFBIG, on a file system: it is larger than `most`.
+        """
         if self.local:
-            try:
-                with open(self._path(name), "rb") as file:
-                    file.seek(start)
-                    return file.read(length)
-            except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            fd = self._opened(name)
+            if fd is None:
                 return None
+            with open(fd, "rb") as file:
+                if most is not None and os.fstat(fd).st_size > most:
+                    raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), self._path(name))
+                file.seek(start)
+                return file.read(length)
         found = _kv(self).read(name).result()
         if found.state != "value":
             return None
@@ -120,7 +130,9 @@ class Folder:
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> int:
         """Fills a buffer from a place in a file (on a file system only); returns how many bytes there were."""
-        fd = os.open(self._path(name), os.O_RDONLY | os.O_CLOEXEC)
+        fd = self._opened(name)
+        if fd is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._path(name))
         try:
             done = 0
             while done < len(buffer) and (count := os.preadv(fd, [buffer[done:]], start + done)):
@@ -128,6 +140,41 @@ class Folder:
             return done
         finally:
             os.close(fd)
+
+    def _opened(self, name: str) -> int | None:
+        """A file's descriptor; None if there is no such file. A link is none, nor is a pipe or a device.
+
+        A stranger may have put it there: a link leads anywhere, a pipe waits for ever, a device has no end.
+        """
+        try:
+            fd = os.open(self._path(name), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError as error:
+            if error.errno in _NO_FILE:
+                return None
+            raise
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            return fd
+        os.close(fd)
+        return None
+
+    def plain(self, names: Iterable[str]) -> set[str]:
+        """Which names are those of files, on a file system: not of links, nor of what lies behind a link.
+
+        None is, if the folder itself is a link. A bucket has no links.
+        """
+        if not self.local:
+            return set(names)
+        return set() if os.path.islink(self.url) else {name for name in names if self._size(name) is not None}
+
+    def all_plain(self) -> bool:
+        """Whether the folder is one, on a file system, and all that is below it are folders and files."""
+        walk = os.walk(self.url) if not os.path.islink(self.url) else ()
+        paths = [os.path.join(at, name) for at, folders, names in walk for name in folders + names]
+        try:
+            modes = [os.lstat(path).st_mode for path in paths]
+        except FileNotFoundError:  # Being deleted.
+            return False
+        return bool(modes) and all(stat.S_ISREG(mode) or stat.S_ISDIR(mode) for mode in modes)
 
     @_os_errors
     def files(self) -> dict[str, int]:
@@ -160,11 +207,17 @@ class Folder:
         return {n: len(f.result().value) if f.result().state == "value" else None for n, f in found.items()}
 
     def _size(self, name: str) -> int | None:
+        """The size of a file; None for one that is not there, and for what no reader would open (`_opened`)."""
+        folders = itertools.accumulate(name.split("/")[:-1], lambda above, folder: f"{above}/{folder}")
         try:
+            if any(os.path.islink(self._path(folder)) for folder in folders):
+                return None
             found = os.lstat(self._path(name))
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        return found.st_size if os.path.isfile(self._path(name)) and not os.path.islink(self._path(name)) else None
+        except OSError as error:
+            if error.errno in _NO_FILE:
+                return None
+            raise
+        return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     @_os_errors
     def entries(self) -> list[str]:

@@ -13,6 +13,7 @@ from .errors import Fault
 ROOT = "<root>"  # The name of a leaf that is the whole tree.
 
 LEAF = "*"  # Stands for a leaf.
+NAMES = 1 << 26  # Characters in the names of all containers; one with long keys above it has its name from few bytes.
 
 _NODES = ("dict", "list", "tuple", "none", "named", "unnamed")
 _ESCAPED = re.compile(r"[./%\x00-\x1f\x7f\ud800-\udfff]")
@@ -172,7 +173,10 @@ def names(tree: Node | str) -> Iterator[str]:
         ValueError: it is no structure that a tree can have.
     """
 
+    room = NAMES
+
     def walk(node: Node | str, name: str, depth: int) -> Iterator[str]:
+        nonlocal room
         if isinstance(node, str):
             if node != LEAF:
                 raise ValueError(f"{node!r:.20} is no node of a tree")
@@ -180,6 +184,9 @@ def names(tree: Node | str) -> Iterator[str]:
             return
         if depth > DEPTH:
             raise ValueError(f"more than {DEPTH} levels")
+        room -= len(name)
+        if room < 0:
+            raise ValueError(f"containers whose names have more than {NAMES:,} characters")
         if node.kind not in _NODES or (node.kind == "none" and node.children):
             raise ValueError(f"{node.kind!r:.20} is no kind of node")
         if len(node.keys) != (len(node.children) if node.kind in ("dict", "named") else 0):

@@ -12,6 +12,7 @@ from ._manifest import Manifest
 from .errors import CheckpointError, Fault, NotFound
 
 Level = Literal["files", "chunks"]
+PIECE = 64 << 20  # Bytes of a file that are read at once.
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ def progress(path: _storage.PathLike, level: Level = "chunks") -> Iterator[tuple
             yield done, max(total, done)
         if bad:
             faults += _faults.chunk_faults(place, manifest, bad)
-        faults += _header_faults(source.store, manifest)
+        faults += _header_faults(source, manifest)
         if faults:
             still_there(place, manifest)
     yield Report(place.url, level, tuple(faults), chunks, done, time.perf_counter() - started)
@@ -129,20 +130,23 @@ def _sidecar_faults(place: _storage.Folder, manifest: Manifest, known: set[str])
     for path, file in manifest.files.items():
         if not file.digest or path in known:
             continue
-        found = xxhash.xxh3_128_hexdigest(place.read(path) or b"")
+        digest = xxhash.xxh3_128()
+        for at in range(0, file.bytes, PIECE):
+            digest.update(place.read(path, at, PIECE) or b"")
+        found = digest.hexdigest()
         if found != file.digest:
             yield Fault(path, f"digest {file.digest[:12]}…", f"{found[:12]}…")
 
 
-def _header_faults(store: "_reading.ts.KvStore", manifest: Manifest) -> Iterator[Fault]:
+def _header_faults(source: _reading.Source, manifest: Manifest) -> Iterator[Fault]:
     """Where an array's own zarr.json, by which others read it, does not say what the manifest does."""
     stored = {name: leaf for name, leaf in manifest.leaves.items() if leaf.stored}
-    reads = {name: store.read(f"{name}/zarr.json") for name in stored}
+    reads = {name: source.small(f"{name}/zarr.json") for name in stored}
     for name, future in reads.items():
         expected = _zarr.zarr_json(stored[name])
         try:
-            answer = future.result()
-            found = "nothing" if answer.state != "value" else "" if answer.value == expected else "another"
+            value = _reading.value_of(future)
+            found = "nothing" if value is None else "" if value == expected else "another"
         except (ValueError, OSError) as error:
             found = _reading.short(error)
         if found:

@@ -59,7 +59,7 @@ def ls(root: Annotated[str, typer.Argument(help="A folder of checkpoints.")], as
         raise NotFound(
             f"there are no checkpoints in {place}" if place.exists() else f"there is nothing at {place}",
             hint=f"`ckpt-jax show {place}` shows it"
-            if place.read(_manifest.NAME)
+            if place.read(_manifest.NAME, 0, 1)
             else _unlisted(place) or "check the path",
         )
     if as_json:
@@ -74,7 +74,9 @@ def ls(root: Annotated[str, typer.Argument(help="A folder of checkpoints.")], as
 
 def _unlisted(root: _storage.Folder) -> str:
     """What to say about checkpoints whose names are no steps."""
-    others = [n for n in root.entries() if not _is_step(n) and _commit.TMP not in n and (root / n).read(_manifest.NAME)]
+    others = [
+        n for n in root.entries() if not _is_step(n) and _commit.TMP not in n and (root / n).read(_manifest.NAME, 0, 1)
+    ]
     if not others:
         return ""
     names = ", ".join(others[:5]) + (", …" if len(others) > 5 else "")
@@ -113,7 +115,7 @@ def _row(place: _storage.Folder) -> dict[str, Any] | None:
     except CheckpointError as error:
         return row | {"state": f"damaged: {error.faults[0] if error.faults else error.summary}"}
     state = "ok"
-    if place.read(_commit.BAD) is not None:
+    if _commit.is_bad(place):
         state = "marked as damaged"
     elif missing:
         state = f"damaged: {missing[0]}"

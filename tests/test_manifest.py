@@ -5,11 +5,13 @@ import faulthandler
 import functools
 import hashlib
 import json
+import os
 import re
 import resource
 import shutil
 import signal
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -657,6 +659,30 @@ def test_the_names_in_the_tree_are_those_of_the_leaves(real: Path) -> None:
     document["leaves"] = {("elsewhere" if name == "big" else name): leaf for name, leaf in leaves.items()}
     with pytest.raises(ck.Corrupt):
         _manifest.loads(reseal(document), HERE)
+
+
+@pytest.mark.parametrize("child", ["*", {"kind": "none"}], ids=str)
+def test_names_with_a_long_beginning_in_common_are_not_written_out(child: Any) -> None:
+    """A megabyte of JSON that says 20 GB of names."""
+    tree: Any = {"kind": "list", "children": [child] * 20_000}
+    for _ in range(10):
+        tree = {"kind": "dict", "children": [tree], "keys": ["k" * 100_000]}
+    data = reseal({"format": "ckpt_jax", "version": [1, 0], "tree": tree})
+    tracemalloc.start()
+    with pytest.raises(ck.Corrupt):
+        _manifest.loads(data, HERE)
+    assert tracemalloc.get_traced_memory()[1] < 100e6
+    tracemalloc.stop()
+
+
+def test_a_manifest_that_is_too_large_is_refused_unread(tmp_path: Path) -> None:
+    """A sparse file of a terabyte takes no place."""
+    (tmp_path / "100").mkdir()
+    (tmp_path / "100" / NAME).touch()
+    os.truncate(tmp_path / "100" / NAME, 2**40)
+    with bounded(), pytest.raises(ck.Corrupt, match="expected a manifest of 1,073,741,824 bytes at most"):
+        ck.open(tmp_path / "100")
+    assert ck.steps(tmp_path) == []
 
 
 def test_a_leaf_named_like_a_path_leads_nowhere(real: Path) -> None:

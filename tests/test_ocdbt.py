@@ -2,6 +2,7 @@
 
 import os
 import string
+import tracemalloc
 from unittest import mock
 
 import numpy as np
@@ -10,10 +11,10 @@ import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_jax import _reading, _storage, _writing
+from ckpt_jax import _ocdbt, _reading, _storage, _writing
 from ckpt_jax._manifest import Leaf
-from ckpt_jax._ocdbt import Tree, Value
-from ckpt_jax._ocdbt_writer import write_tree
+from ckpt_jax._ocdbt import NODE_MAGIC, Tree, Value
+from ckpt_jax._ocdbt_writer import _framed, _varints, write_tree
 
 
 def written(path, values: dict[bytes, bytes], **config) -> tuple[ts.KvStore, Tree]:
@@ -124,6 +125,45 @@ def test_no_flip_or_cut_gives_a_wrong_value(tmp_path, file):
                 seen += found is None
         path.write_bytes(whole)
     assert seen > 100
+
+
+def test_a_long_beginning_that_many_keys_share_is_not_written_out(tmp_path):
+    """100 kB that say 3 GB."""
+    size, many = 60_000, 50_000
+    counts = [_varints(numbers) for numbers in ([0, many], [size] * (many - 1), [size] + [0] * (many - 1))]
+    node = _framed(NODE_MAGIC, [b"\0", *counts, b"a" * size, _varints([0] * many), bytes(many)])
+    (tmp_path / "tree").write_bytes(node)
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="more than a node holds"):
+        _ocdbt._node(node, _ocdbt._Reference("tree", "", 0, len(node), 0))
+    assert tracemalloc.get_traced_memory()[1] < 3 * _ocdbt.NODE_BYTES
+    tracemalloc.stop()
+
+
+def test_an_offset_that_no_system_call_takes_is_not_asked_for(tmp_path):
+    place = _storage.folder(tmp_path)
+    (tmp_path / "tree").write_bytes(b"")
+    for offset in (2**63 - 1, 2**63, 2**64 - 1):
+        assert Tree(place, ["tree"])._node(_ocdbt._Reference("tree", "", offset, 100, 0)) is None
+
+
+def test_what_many_nodes_point_to_is_listed_once(tmp_path, monkeypatch):
+    """Ten floors of ten nodes that are all the same one: ten billion ways, eleven nodes."""
+    written(tmp_path, {b"a": b"1"})
+    place = _storage.folder(tmp_path)
+    tree = Tree(place, place.files())
+    leaf = tree._root
+    monkeypatch.setattr(tree, "_root", _ocdbt._Reference("d/x", "", 0, 0, 10))
+    load = tree._load
+
+    def below(at):
+        if at.height == 0:
+            return load(leaf)
+        child = _ocdbt._Reference("d/x", "", 0, 0, at.height - 1)
+        return _ocdbt._Interior([b"%d" % i for i in range(10)], [b""] * 10, [child] * 10)
+
+    monkeypatch.setattr(tree, "_load", below)
+    assert [key for key, _ in tree.files()] == ["a"]
 
 
 # --- written ----------------------------------------------------------------------------------------------------------

@@ -348,6 +348,56 @@ def test_a_file_that_became_a_link_is_no_longer_that_file(tmp_path: Path) -> Non
         ck.restore(tmp_path / "1")
 
 
+def test_what_is_no_file_is_not_opened(tmp_path: Path) -> None:
+    """A stranger's link leads anywhere, a pipe would be waited for, a device has no end."""
+    place = folder(tmp_path / "place")
+    place.make("folder")
+    place.write("folder/file", b"inside")
+    (tmp_path / "file").write_bytes(b"outside")
+    for name, make in {
+        "link": lambda path: path.symlink_to(tmp_path / "file"),
+        "within": lambda path: path.symlink_to("folder/file"),
+        "itself": lambda path: path.symlink_to(path.name),
+        "zeros": lambda path: path.symlink_to("/dev/zero"),
+        "pipe": os.mkfifo,
+    }.items():
+        make(tmp_path / "place" / name)
+        assert place.read(name) is None
+        assert place.sizes([name]) == {name: None}
+        with pytest.raises(FileNotFoundError):
+            place.read_into(name, 0, memoryview(bytearray(4)))
+        assert not place.all_plain()
+        os.unlink(tmp_path / "place" / name)
+    assert place.read("folder") is None
+    assert place.all_plain()
+
+
+def test_what_lies_behind_a_link_is_no_file_of_the_folder(tmp_path: Path) -> None:
+    place = folder(tmp_path / "place")
+    place.make("d")
+    place.write("d/file", b"inside")
+    (tmp_path / "place" / "other").symlink_to("d")
+    assert place.sizes(["d/file", "other/file"]) == {"d/file": 6, "other/file": None}
+    assert place.plain(["d/file", "other/file", "none"]) == {"d/file"}
+    (tmp_path / "link").symlink_to("place")
+    assert folder(tmp_path / "link").sizes(["d/file"]) == {"d/file": 6}, "the folder itself is the user's to name"
+    assert folder(tmp_path / "link").plain(["d/file"]) == set()
+    assert not folder(tmp_path / "link").all_plain()
+
+
+def test_a_name_that_no_system_takes_is_no_file(tmp_path: Path) -> None:
+    """One step whose manifest lists such a file must not hide all others from `latest`."""
+    assert folder(tmp_path).sizes(["x" * 300]) == {"x" * 300: None}
+    assert folder(tmp_path).read("x" * 300) is None
+
+
+def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"12345")
+    assert folder(tmp_path).read("file", most=5) == b"12345"
+    with pytest.raises(OSError, match="File too large"):
+        folder(tmp_path).read("file", most=4)
+
+
 # --- in the way -------------------------------------------------------------------------------------------------------
 
 
