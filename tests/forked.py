@@ -90,7 +90,9 @@ class _Parent:
         self.process.wait()
 
     def start(self, script: str, arguments: Sequence[str], stdout: int) -> int:
-        return self._ask({"script": script, "arguments": list(arguments)}, stdout)
+        pid = self._ask({"script": script, "arguments": list(arguments)}, stdout)
+        self.codes.pop(pid, None)  # Of an earlier process: pids come round again.
+        return pid
 
     def code(self, pid: int) -> int | None:
         if pid not in self.codes:

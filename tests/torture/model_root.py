@@ -65,9 +65,11 @@ try:
             for step, value in how["saves"]:
                 saver.save(step, tree(value))
                 saver._idle.wait()
-    print("done", flush=True)
+    end = "done"
 except ck.CheckpointError as error:
-    print(type(error).__name__, flush=True)
+    end = type(error).__name__
+left = 10**9
+print(end, flush=True)
 os._exit(0)
 """
 

@@ -80,21 +80,28 @@ def _predicted(saves: Sequence[dict[str, Any]]) -> float:
 def _weigh(facts: Facts, trainers: Sequence[Path]) -> None:
     """Memory at a trainer's fifth commit and at its last, and from one trainer to the next."""
     weighed = [[size for _, size in _records(notes / "commits", MEMORY)] for notes in trainers]
-    growth = [statistics.median(sizes[-3:]) - statistics.median(sizes[3:6]) for sizes in weighed if len(sizes) >= 10]
+    # It goes up and down by what the loop and the writer hold at the moment: hence medians of thirds.
+    growth = [_late(sizes[3:]) - _early(sizes[3:]) for sizes in weighed if len(sizes) >= 10]
     fifth = [statistics.median(sizes[3:6]) for sizes in weighed if len(sizes) >= 6]
     if not fifth or not growth:
         return
-    third = max(1, len(fifth) // 3)
     facts.memory = {
         "at the fifth commit": statistics.median(fifth),
-        "growth to the last commit, at most": max(growth),
+        "growth from there to the last commit, at most": max(growth),
         f"growth in the undisturbed run of {len(weighed[-1])} commits": growth[-1],
-        "growth from the first trainers to the last": statistics.median(fifth[-third:])
-        - statistics.median(fifth[:third]),
+        "growth from the first trainers to the last": _late(fifth) - _early(fifth),
     }
     for what, size in facts.memory.items():
         if what.startswith("growth") and size > GROWTH:
             facts.faults.append(f"memory: {what} is {size / 1e6:.0f} MB")
+
+
+def _early(sizes: Sequence[float]) -> float:
+    return statistics.median(sizes[: max(1, len(sizes) // 3)])
+
+
+def _late(sizes: Sequence[float]) -> float:
+    return statistics.median(sizes[-max(1, len(sizes) // 3) :])
 
 
 def steps_of(notes: Path) -> list[tuple[int, ...]]:
