@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_jax import _commit
 from tests.conftest import Count
 from tests.torture import history
 from tests.torture.syscalls import KILL, TORN, Answer, Operation, Watched, needs_linux, watch
@@ -93,6 +94,11 @@ def points(whole: list[Operation], full: bool) -> dict[str, list[int]]:
     return found
 
 
+def _in_an_attempt(operation: Operation) -> bool:
+    """Whether it is to bring something to the disk of a checkpoint that is not committed yet."""
+    return operation.kind in GROWS and _commit.TMP in operation.path
+
+
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_at_an_operation(
@@ -103,6 +109,8 @@ def test_a_fault_at_an_operation(
         assert watched.code == (-9 if fault.startswith("killed") and watched.struck else 0), out
         broken = history.kept(tmp_path / "run", history.promised(out))
         assert broken == [], f"{fault} at operation {at}, {watched.struck}:\n{out}"
+        if fault in ("EIO", "ENOSPC") and any(_in_an_attempt(operation) for operation in watched.struck):
+            assert '"failed"' in out, f"{fault} at {watched.struck} was passed over"
         told = "an act failed, and said so" if '"failed"' in out else "no act failed"
         count(f"{fault}, at an operation", "kept" if fault.startswith("killed") else f"kept; {told}")
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
