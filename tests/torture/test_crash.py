@@ -4,6 +4,7 @@ import errno
 import itertools
 import random
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from ckpt_jax import _commit
 from tests.conftest import Count
 from tests.torture import history
-from tests.torture.syscalls import KILL, TORN, Answer, Operation, Watched, needs_linux, watch
+from tests.torture.syscalls import KILL, TORN, Answer, Hold, Operation, Watched, needs_linux, watch
 
 pytestmark = needs_linux
 
@@ -114,3 +115,24 @@ def test_a_fault_at_an_operation(
         told = "an act failed, and said so" if '"failed"' in out else "no act failed"
         count(f"{fault}, at an operation", "kept" if fault.startswith("killed") else f"kept; {told}")
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
+
+
+def test_after_an_error_nothing_of_the_save_still_writes(tmp_path: Path) -> None:
+    """One thread's write fails, the others' take their time: they are waited for, or their files would be left."""
+    struck: set[int] = set()
+
+    def decide(operation: Operation) -> Answer:
+        if "/ocdbt.process_0/d/" not in operation.path or operation.thread in struck:
+            return None
+        if not struck:
+            struck.add(operation.thread)
+            return errno.EIO
+        return Hold(lambda: time.sleep(0.3))
+
+    watched = watch(history.SCRIPT, tmp_path, decide, str(tmp_path / "run"))
+    out, _ = watched.child.communicate()
+    assert watched.code == 0, out
+    told = next(i for i, operation in enumerate(watched.operations) if b'"failed": "save 1"' in operation.data)
+    before, after = watched.operations[:told], watched.operations[told:]
+    assert len({operation.thread for operation in before if "/ocdbt.process_0/d/" in operation.path}) > 1
+    assert not [operation for operation in after if operation.path.startswith(f"run/1{_commit.TMP}")]
