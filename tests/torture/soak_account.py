@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.torture.soak_trainer import EVERY, MEMORY, RECORD
 
-GROWTH = 64e6  # Bytes by which memory may grow in one process: a snapshot is 8 MB, and each save makes one.
+GROWTH = 48e6  # Bytes that one process may take more at its end: a snapshot is 8 MB, and each save makes one.
 
 
 @dataclass
@@ -37,6 +37,9 @@ def account(facts: Facts, trainers: Sequence[Path], events: Sequence[dict[str, A
     """Fills the facts in from what the trainers left behind, of which the last one was the undisturbed run."""
     kinds = Counter(event["kind"] for event in events)
     facts.commits, facts.skipped, facts.resumes = kinds["committed"], kinds["skipped"], kinds["resumed"]
+    for event in events:
+        if event["kind"] in ("failed", "rejected", "declined", "warning"):
+            facts.faults.append(f"step {event.get('step')} {event['kind']}: {event.get('message')}")
     _lost(facts, trainers[:-1])
     facts.predicted = _predicted([event for event in events if event["kind"] == "committed"])
     if facts.computed != facts.steps + sum(map(sum, facts.lost.values())):
@@ -78,30 +81,24 @@ def _predicted(saves: Sequence[dict[str, Any]]) -> float:
 
 
 def _weigh(facts: Facts, trainers: Sequence[Path]) -> None:
-    """Memory at a trainer's fifth commit and at its last, and from one trainer to the next."""
+    """Memory from a trainer's fifth commit to its last, and from one trainer to the next."""
     weighed = [[size for _, size in _records(notes / "commits", MEMORY)] for notes in trainers]
-    # It goes up and down by what the loop and the writer hold at the moment: hence medians of thirds.
-    growth = [_late(sizes[3:]) - _early(sizes[3:]) for sizes in weighed if len(sizes) >= 10]
-    fifth = [statistics.median(sizes[3:6]) for sizes in weighed if len(sizes) >= 6]
-    if not fifth or not growth:
+    # The first five take what the next ones take again. It goes up and down by what the loop and the writer hold at the
+    # moment, by tens of megabytes: hence the least of each third.
+    settled = [sizes[5:] for sizes in weighed if len(sizes) >= 11]
+    if not settled:
         return
+    growth = [min(sizes[-(len(sizes) // 3) :]) - min(sizes[: len(sizes) // 3]) for sizes in settled]
+    least = [min(sizes) for sizes in settled]
     facts.memory = {
-        "at the fifth commit": statistics.median(fifth),
+        "after the fifth commit": statistics.median(least),
         "growth from there to the last commit, at most": max(growth),
         f"growth in the undisturbed run of {len(weighed[-1])} commits": growth[-1],
-        "growth from the first trainers to the last": _late(fifth) - _early(fifth),
+        "growth from the first trainers to the last": min(least[-3:]) - min(least[:3]),
     }
     for what, size in facts.memory.items():
         if what.startswith("growth") and size > GROWTH:
             facts.faults.append(f"memory: {what} is {size / 1e6:.0f} MB")
-
-
-def _early(sizes: Sequence[float]) -> float:
-    return statistics.median(sizes[: max(1, len(sizes) // 3)])
-
-
-def _late(sizes: Sequence[float]) -> float:
-    return statistics.median(sizes[-max(1, len(sizes) // 3) :])
 
 
 def steps_of(notes: Path) -> list[tuple[int, ...]]:
