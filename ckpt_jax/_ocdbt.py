@@ -1,7 +1,7 @@
 """OCDBT's tree of keys, read without TensorStore: which file holds a value, and the small values themselves (no JAX).
 
 The format is in TensorStore's documentation of its `ocdbt` driver. What is not understood here, or is damaged, is
-answered with None; of the former TensorStore itself is then asked. `docs/decisions/0005` has the figures.
+answered with None. `docs/decisions/0005` has the figures, and why TensorStore is not asked in either case.
 """
 
 import bisect
@@ -19,12 +19,11 @@ NODES = 16  # Nodes kept: keys are asked for nearly in order.
 
 _VARINT = 10  # Bytes of the longest.
 _NOWHERE = 2**64 - 1  # The offset of the root of an empty tree.
-_FAR = 2**63  # No file reaches so far, and no system call takes it.
 MANIFEST_MAGIC, NODE_MAGIC = bytes.fromhex("0cdb3a2a"), bytes.fromhex("0cdb20de")
 
 
 class Foreign(ValueError):
-    """Not damaged as far as can be told, but of a kind that is not understood here: of a later version, compressed."""
+    """Not damaged as far as can be told, but of a kind that is not read here: of a later version, compressed."""
 
 
 class Value(msgspec.Struct, gc=False):
@@ -80,7 +79,7 @@ class Tree:
         files: the names of the files in it that may be opened; a stranger may have written the tree.
 
     Attributes:
-        foreign: whether something was met that TensorStore may understand.
+        foreign: whether something was met that is of a kind which is not read here.
     """
 
     foreign = False
@@ -140,7 +139,7 @@ class Tree:
         return self._nodes[reference]
 
     def _load(self, at: _Reference) -> _Leaf | _Interior | None:
-        if at.file not in self._files or at.length > NODE_BYTES or at.offset >= _FAR:
+        if at.file not in self._files or at.length > NODE_BYTES:
             return None
         return _node(self._place.read(at.file, at.offset, at.length) or b"", at)
 

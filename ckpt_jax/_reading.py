@@ -69,20 +69,19 @@ class Source:
         """The key space as TensorStore reads it."""
         return open_store(self.place)
 
-    @functools.cached_property
-    def _plain(self) -> bool:
-        return self.place.all_plain()
-
     def ask(self, key: str) -> Any:
-        """A future of what TensorStore finds at a key.
+        """A future of what TensorStore finds at a key in a bucket.
 
-        None on a file system, unless it may understand what the tree here did not. Of what is damaged it knows no
-        more, and a stranger's it reads too trustingly: through links, from pipes, and into any amount of memory, the
-        lack of which ends the process.
+        None on a file system: of what is damaged it knows no more than the tree here, and a stranger's it reads too
+        trustingly: through links, from pipes, and into any amount of memory, the lack of which ends the process.
         """
-        if self.tree is not None and not (self.tree.foreign and self._plain):
-            return None
-        return self.store.read(key)
+        return self.store.read(key) if self.tree is None else None
+
+    @property
+    def nothing(self) -> str:
+        """What there is at a key where nothing was found."""
+        foreign = self.tree is not None and self.tree.foreign
+        return "a tree of keys that is compressed, or of a later version" if foreign else "nothing"
 
     def small(self, key: str) -> Any:
         """What lies at a key that is no chunk's, or a future of it; or None."""
@@ -172,7 +171,7 @@ def read(
                     result, found = _used(chunk, answer, use)
                 if result is not None:
                     break
-            yield chunk, result, found
+            yield chunk, result, found or ("" if result is not None else sources[0].nothing)
 
 
 def _ask(chunk: Wanted, source: Source, use: Use, pool: _threads.Pool, buffers: Buffers) -> Any:
@@ -212,7 +211,7 @@ def _check(chunk: Wanted, answer: Any) -> tuple[memoryview | None, str]:
     except (ValueError, OSError) as error:  # TensorStore's errors, whatever their kind, are ValueErrors.
         return None, short(error)
     if value is None:
-        return None, "nothing"
+        return None, ""
     # OCDBT answers b"" for a value whose data file is gone.
     if len(value) != chunk.size + CRC:
         return None, f"{len(value):,} bytes in place of {chunk.size + CRC:,}"

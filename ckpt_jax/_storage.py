@@ -166,16 +166,6 @@ class Folder:
             return set(names)
         return set() if os.path.islink(self.url) else {name for name in names if self._size(name) is not None}
 
-    def all_plain(self) -> bool:
-        """Whether the folder is one, on a file system, and all that is below it are folders and files."""
-        walk = os.walk(self.url) if not os.path.islink(self.url) else ()
-        paths = [os.path.join(at, name) for at, folders, names in walk for name in folders + names]
-        try:
-            modes = [os.lstat(path).st_mode for path in paths]
-        except FileNotFoundError:  # Being deleted.
-            return False
-        return bool(modes) and all(stat.S_ISREG(mode) or stat.S_ISDIR(mode) for mode in modes)
-
     @_os_errors
     def files(self) -> dict[str, int]:
         """Every file below the folder, by name, with its size."""

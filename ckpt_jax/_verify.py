@@ -146,7 +146,7 @@ def _header_faults(source: _reading.Source, manifest: Manifest) -> Iterator[Faul
         expected = _zarr.zarr_json(stored[name])
         try:
             value = _reading.value_of(future)
-            found = "nothing" if value is None else "" if value == expected else "another"
+            found = source.nothing if value is None else "" if value == expected else "another"
         except (ValueError, OSError) as error:
             found = _reading.short(error)
         if found:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import crc32c
 import jax.numpy as jnp
 import msgspec
 import numpy as np
@@ -727,12 +728,24 @@ def test_an_empty_array_of_absurd_extent_works_or_is_refused(real: Path, shape: 
 def test_a_store_that_was_made_with_other_settings_is_read(tmp_path: Path) -> None:
     """What a writer chooses must not bind later readers."""
     tree = {"w": np.arange(1000.0), "b": np.ones(3), "n": 5}
-    config = {"max_inline_value_bytes": 10, "max_decoded_node_bytes": 4096, "compression": {"id": "zstd", "level": 3}}
+    config = {"max_inline_value_bytes": 10, "max_decoded_node_bytes": 4096, "compression": None}
     with mock.patch.object(_writing, "_CONFIG", config):
         ck.save(tmp_path / "1", tree)
     assert ck.verify(tmp_path / "1").faults == ()
     np.testing.assert_array_equal(ck.restore(tmp_path / "1")["w"], tree["w"])
     np.testing.assert_array_equal(ck.open(tmp_path / "1")["b"][:], tree["b"])
+
+
+def test_a_compressed_tree_of_keys_is_refused_in_words(tmp_path: Path) -> None:
+    """Rule F-7. TensorStore would read it, and end this process where it says more than there is memory."""
+    ck.save(tmp_path / "1", {"w": np.arange(1000.0)})
+    state = tmp_path / "1" / "state"
+    raw = (state / "manifest.ocdbt").read_bytes()
+    packed = raw[:13] + b"\1" + raw[14:-4]  # The byte that says how the rest is compressed.
+    (state / "manifest.ocdbt").write_bytes(packed + crc32c.crc32c(packed).to_bytes(4, "little"))
+    for look in (ck.restore, lambda path: ck.open(path)["w"][:], lambda path: ck.verify(path).check()):
+        with pytest.raises(ck.Corrupt, match=r"w: .*found a tree of keys that is compressed, or of a later version"):
+            look(tmp_path / "1")
 
 
 # --- fuzz -------------------------------------------------------------------------------------------------------------

@@ -366,10 +366,8 @@ def test_what_is_no_file_is_not_opened(tmp_path: Path) -> None:
         assert place.sizes([name]) == {name: None}
         with pytest.raises(FileNotFoundError):
             place.read_into(name, 0, memoryview(bytearray(4)))
-        assert not place.all_plain()
         os.unlink(tmp_path / "place" / name)
     assert place.read("folder") is None
-    assert place.all_plain()
 
 
 def test_what_lies_behind_a_link_is_no_file_of_the_folder(tmp_path: Path) -> None:
@@ -382,7 +380,6 @@ def test_what_lies_behind_a_link_is_no_file_of_the_folder(tmp_path: Path) -> Non
     (tmp_path / "link").symlink_to("place")
     assert folder(tmp_path / "link").sizes(["d/file"]) == {"d/file": 6}, "the folder itself is the user's to name"
     assert folder(tmp_path / "link").plain(["d/file"]) == set()
-    assert not folder(tmp_path / "link").all_plain()
 
 
 def test_a_name_that_no_system_takes_is_no_file(tmp_path: Path) -> None:
