@@ -138,7 +138,7 @@ def told(value: Any) -> Any:
         return [type(value).__name__, *map(told, value)]
     if isinstance(value, np.random.Generator):
         return told(value.bit_generator.state)
-    if isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return str(value.dtype), told(np.asarray(jax.random.key_data(value)))
     if isinstance(value, (np.ndarray, np.generic, jax.Array)):
         found = np.asarray(value)

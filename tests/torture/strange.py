@@ -4,14 +4,16 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import crc32c
 import msgspec
 
-from ckpt_jax import _ocdbt, _ocdbt_writer
+from ckpt_jax import _ocdbt
 
+from . import nodes
 from .hostile import DATA, KEYS, MANIFEST, TREE, Damage, Make, World, accounted, sealed
+from .nodes import Below, Entry
 
 NUMBERS = (0, 1, 2, 3, 7, 31, 32, 33, 127, 128, 255, 256, 300, 2400, 2404, 2**16, 2**20, 2**26, 2**26 + 1, 2**31 - 1)
 NUMBERS += (2**31, 2**32, 2**40, 2**53, 2**59, 2**60, 2**62, 2**63 - 1, 2**63, 2**64 - 5, 2**64 - 1, 10**30)
@@ -161,7 +163,7 @@ def _spliced(dice: Dice, data: bytes) -> bytes:
         case 0:
             new = dice.take(dice.below(24))
         case 1:
-            new = _ocdbt_writer._varints([min(dice.number(), 2**64 - 1)])
+            new = nodes.varints([dice.number()])
         case _:
             new = dice.one(_TOKENS)
     return data[:at] + new + data[at + gone :]
@@ -255,22 +257,22 @@ def _key_space(world: World, dice: Dice, files: dict[str, Any]) -> None:
                 entries[at] = entry._replace(key=dice.text(world).encode("utf-8", "surrogatepass"))
             case _:
                 entries.append(dice.one(entries))
-    data = leaf(entries)
+    data = nodes.leaf(entries)
     here = Below(entries[0].key, 0, "d/tree", 0, len(data))
     height = dice.below(4)
     for level in range(1, height + 1):
-        nodes = [here]
+        below = [here]
         for _ in range(dice.below(4)):
-            nodes.append(Below(b"x" * dice.below(3), *_elsewhere(world, dice, here)))
-        node = interior(level, nodes)
+            below.append(Below(b"x" * dice.below(3), *_elsewhere(world, dice, here)))
+        node = nodes.interior(level, below)
         here = Below(here.key, 0, "d/tree", len(data), len(node))
         data += node
     if dice.below(4) == 3:
         here = Below(b"", *_elsewhere(world, dice, here))
-    files[TREE], files[KEYS] = data, manifest(here, dice.below(256) if dice.below(4) == 3 else height)
+    files[TREE], files[KEYS] = data, nodes.manifest(here, dice.below(256) if dice.below(4) == 3 else height)
 
 
-def _elsewhere(world: World, dice: Dice, near: "Below") -> tuple[int, str, int, int]:
+def _elsewhere(world: World, dice: Dice, near: Below) -> tuple[int, str, int, int]:
     """A prefix' length, and a node's place: here, or somewhere quite different."""
     common = dice.number() if dice.below(4) == 3 else 0
     file = dice.text(world) if dice.below(2) else near.file
@@ -295,76 +297,3 @@ def _odd(world: World, dice: Dice, files: dict[str, Any]) -> None:
 
 
 CHANGES = (_value, _node, _key_space, _splice, _odd, _whole)
-
-
-# --- OCDBT, whatever it says ------------------------------------------------------------------------------------------
-
-
-class Entry(NamedTuple):
-    """A key in a node, with its value or the place of that."""
-
-    key: bytes
-    file: str
-    offset: int = 0
-    length: int = 0
-    data: bytes | None = None
-
-
-class Below(NamedTuple):
-    """A node in the node above: the first key in it, how much of that all keys in it begin with, and its place."""
-
-    key: bytes
-    common: int
-    file: str
-    offset: int
-    length: int
-
-
-def leaf(entries: list[Entry]) -> bytes:
-    """A node of values, in the order that they come in."""
-    away = [entry for entry in entries if entry.data is None]
-    files, table = _files([entry.file for entry in away])
-    return _ocdbt_writer._framed(
-        _ocdbt.NODE_MAGIC,
-        [
-            b"\0",
-            table,
-            _ocdbt_writer._keys([entry.key for entry in entries]),
-            _varints([entry.length if entry.data is None else len(entry.data) for entry in entries]),
-            bytes(entry.data is None for entry in entries),
-            _varints([files.index(entry.file) for entry in away]),
-            _varints([entry.offset for entry in away]),
-            *(entry.data for entry in entries if entry.data is not None),
-        ],
-    )
-
-
-def interior(height: int, nodes: list[Below]) -> bytes:
-    """A node of nodes."""
-    files, table = _files([node.file for node in nodes])
-    keys = _ocdbt_writer._keys([node.key for node in nodes], _varints([node.common for node in nodes]))
-    return _ocdbt_writer._framed(_ocdbt.NODE_MAGIC, [bytes([height]), table, keys, _places_of(files, nodes)])
-
-
-def manifest(root: Below, height: int) -> bytes:
-    """The manifest of a key space of one version."""
-    files, table = _files([root.file])
-    head = [bytes(16), _varints([0, 1000, 8 << 20]), b"\4", _varints([0]), table, _varints([1, 1]), bytes([height])]
-    return _ocdbt_writer._framed(_ocdbt.MANIFEST_MAGIC, [*head, _places_of(files, [root]), bytes(8), _varints([0])])
-
-
-def _places_of(files: list[str], nodes: list[Below]) -> bytes:
-    columns = [[files.index(node.file) for node in nodes], [n.offset for n in nodes], [n.length for n in nodes]]
-    return b"".join(map(_varints, [*columns, *[[1] * len(nodes)] * 3]))
-
-
-def _files(files: list[str]) -> tuple[list[str], bytes]:
-    """The files that are pointed to, and their table."""
-    files = sorted(set(files))
-    raw = [file.encode("utf-8", "surrogatepass") for file in files]
-    numbers = [len(raw), *[0] * (len(raw) - 1), *map(len, raw), *[0] * len(raw)]
-    return files, _varints(numbers) + b"".join(raw)
-
-
-def _varints(numbers: list[int]) -> bytes:
-    return _ocdbt_writer._varints([min(number, 2**64 - 1) for number in numbers]) if numbers else b""
