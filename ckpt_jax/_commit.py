@@ -87,10 +87,14 @@ def missing_files(place: Folder, manifest: Manifest) -> list[Fault]:
     """Which files are not there, or not of the size that the manifest tells."""
     sizes = place.sizes(list(manifest.files))
     return [
-        Fault(path, f"{file.bytes:,} bytes", "no such file" if sizes[path] is None else f"{sizes[path]:,} bytes")
+        Fault(path, f"{file.bytes:,} bytes", _absent(place / path) if sizes[path] is None else f"{sizes[path]:,} bytes")
         for path, file in manifest.files.items()
         if sizes[path] != file.bytes
     ]
+
+
+def _absent(file: Folder) -> str:
+    return "no plain file (links are not followed)" if file.local and file.exists() else "no such file"
 
 
 # --- a root of steps --------------------------------------------------------------------------------------------------
