@@ -1,10 +1,11 @@
 """The soak's trainer: a run as in earnest, with a few megabytes of state and steps of a few milliseconds.
 
 Of each step it leaves a record of 16 bytes, which no kill tears: the step, a checksum of its samples' ids, and the bits
-of its loss. Of each commit another: which it was in this process, and how much memory this process takes.
+of its loss. Of each commit another: how much memory this process takes, and how much of it is in use.
 """
 
 import contextlib
+import ctypes
 import hashlib
 import json
 import os
@@ -100,23 +101,35 @@ def _params() -> dict[str, jax.Array]:
 def _notes(task: Task) -> Iterator[tuple[Any, Any]]:
     """What writes the records of steps, and of commits."""
     files = [os.open(f"{task.notes}/{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND) for name in ("steps", "commits")]
-    page, commits = os.sysconf("SC_PAGE_SIZE"), 0
 
     def record(step: int, ids: Any, loss: jax.Array) -> None:
         os.write(files[0], RECORD.pack(step, zlib.crc32(ids.tobytes()), int(np.asarray(loss).view(np.uint32))))
 
     def on_event(event: Event) -> None:
-        nonlocal commits
         if event.kind == "committed":
-            commits += 1
-            resident = int(Path("/proc/self/statm").read_text().split()[1]) * page
-            os.write(files[1], MEMORY.pack(commits, resident))
+            resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            os.write(files[1], MEMORY.pack(resident, _in_use()))
 
     try:
         yield record, on_event
     finally:
         for file in files:
             os.close(file)
+
+
+class _Mallinfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    names = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+    _fields_ = [(name, ctypes.c_size_t) for name in names]
+
+
+def _in_use() -> int:
+    """Bytes that were allocated and not freed: what is freed stays with the process for a while, in gaps."""
+    ask = ctypes.CDLL(None).mallinfo2
+    ask.restype = _Mallinfo
+    found = ask()
+    return found.uordblks + found.hblkhd
 
 
 def _tell_the_end(task: Task, state: dict[str, Any]) -> None:
