@@ -44,7 +44,7 @@ def publishing(self, key, message):
     if key == "outcome": at("publish")
     return publish(self, key, message)
 _save._processes.Group.publish = publishing
-saver = ck.Saver(root, every=ck.Every(steps=1), timeout=5, on_event=print_event)
+saver = ck.Saver(root, every=ck.Every(steps=1), timeout={timeout}, on_event=print_event)
 saver.step(1, state_at(1))
 saver.wait()
 barrier("armed")
@@ -106,7 +106,7 @@ def test_c103_a_rank_that_dies_hangs_or_fails_costs_its_save_only(case: Case, tm
         return Child(script, *arguments)
 
     victim, how = case.victim, case.how
-    script = SCRIPT.format(victim=victim, phase=case.phase, how=how)
+    script = SCRIPT.format(victim=victim, phase=case.phase, how=how, timeout=60 if how == "slow" else 5)
     run = Run(script, tmp_path, case.processes, start=start)
     run.until(victim, "now")
     others = [child for index, child in enumerate(run.children) if index != victim]
