@@ -304,7 +304,7 @@ class Machine(RuleBasedStateMachine):
         assert self.eye.look(anew=True) == expected(self.world)
 
 
-@pytest.mark.parametrize(("where", "examples", "many"), [("file", 100, 3000), ("memory", 60, 1500)])
+@pytest.mark.parametrize(("where", "examples", "many"), [("file", 100, 600), ("memory", 60, 500)])
 def test_a_root_is_as_the_model_says(
     *, where: str, examples: int, many: int, tmp_path: Path, full: bool, count: Count
 ) -> None:
