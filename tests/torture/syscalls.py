@@ -85,7 +85,7 @@ _OPENS = {2: ("create", "path", "flags"), 257: ("create", "dirfd", "path", "flag
 _OTHERS = dict.fromkeys([40, 76, 85, 86, 88, 265, 266, 275, 285, 326, 328, 425, 437], ("other",))
 _FOR_WRITING = os.O_CREAT | os.O_TRUNC
 
-_RECEIVE, _SEND = 0xC0502100, 0xC0182101  # SECCOMP_IOCTL_NOTIF_RECV and _SEND
+_RECEIVE, _SEND, _IS_VALID = 0xC0502100, 0xC0182101, 0x40082102  # SECCOMP_IOCTL_NOTIF_RECV, _SEND and _ID_VALID
 _GO_ON = 1  # SECCOMP_USER_NOTIF_FLAG_CONTINUE
 
 
@@ -191,7 +191,14 @@ class _Watcher:
             except FileNotFoundError:  # Killed since it asked.
                 continue
             key, thread, _, number, _, _, *values = struct.unpack("QIIiIQ6Q", asked)
-            operation = self._operation(thread, number, values)
+            try:
+                operation = self._operation(thread, number, values)
+            except OSError:
+                if self._is_asking(key):
+                    raise
+                continue
+            if not self._is_asking(key):  # What was read may be of another process by now.
+                continue
             answer = self.decide(operation) if operation else None
             if operation and isinstance(answer, int | str):
                 self.watched.struck.append(operation)
@@ -203,6 +210,14 @@ class _Watcher:
                 threading.Thread(target=self._reply_late, args=[answer, key, operation], daemon=True).start()
             else:
                 self._reply(key, answer, operation)
+
+    def _is_asking(self, key: int) -> bool:
+        """Whether the process is there still: it may have been killed since it asked."""
+        try:
+            fcntl.ioctl(self.listener, _IS_VALID, struct.pack("Q", key))
+        except FileNotFoundError:
+            return False
+        return True
 
     def _reply_late(self, hold: Hold, key: int, operation: Operation | None) -> None:
         hold.until()
@@ -265,7 +280,10 @@ class _Watcher:
 def _memory(thread: int, at: int, size: int) -> bytes:
     with open(f"/proc/{thread}/mem", "rb") as memory:
         memory.seek(at)
-        return memory.read(size)
+        found = memory.read(size)
+    if len(found) < size:
+        raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
+    return found
 
 
 def _text(memory: Callable[[int, int], bytes], at: int) -> str:
