@@ -1,4 +1,7 @@
-"""A crash or an error at every operation of a history: what was reported is whole, nothing else is half there."""
+"""A crash or an error at every operation of a history: what was reported is whole, nothing else is half there.
+
+Promises R-1 to R-5 and R-13.
+"""
 
 import errno
 import itertools

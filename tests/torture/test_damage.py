@@ -1,4 +1,7 @@
-"""Damage: whatever befalls the bytes of a checkpoint is found and named, or touched nothing that anyone reads."""
+"""Damage: whatever befalls the bytes of a checkpoint is found and named, or touched nothing that anyone reads.
+
+Promises R-7 and R-8.
+"""
 
 import itertools
 import random

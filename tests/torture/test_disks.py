@@ -1,4 +1,7 @@
-"""Disks that fill up or stall in each phase of a run's save: training goes on, and a later save succeeds."""
+"""Disks that fill up or stall in each phase of a run's save: training goes on, and a later save succeeds.
+
+Promises R-11 and R-12.
+"""
 
 import contextlib
 import json

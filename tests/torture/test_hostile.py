@@ -1,4 +1,7 @@
-"""A checkpoint that a stranger wrote is refused in words or read as it says, and nothing else is opened."""
+"""A checkpoint that a stranger wrote is refused in words or read as it says, and nothing else is opened.
+
+Promise R-9.
+"""
 
 import os
 import shutil

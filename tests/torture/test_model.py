@@ -1,4 +1,7 @@
-"""A root is as the model says: saved to, pruned, rolled back, damaged, killed midway and resumed in any order."""
+"""A root is as the model says: saved to, pruned, rolled back, damaged, killed midway and resumed in any order.
+
+Promises R-1 to R-5 and R-8.
+"""
 
 import collections
 import contextlib

@@ -1,4 +1,7 @@
-"""Ranks that die, hang, fail, or have a slow disk, in each phase of a save: what the others say, and what stays."""
+"""Ranks that die, hang, fail, or have a slow disk, in each phase of a save: what the others say, and what stays.
+
+Promise R-10.
+"""
 
 import os
 import signal

@@ -1,4 +1,7 @@
-"""A run that is struck at random ends to the last bit as if nothing had happened; if it did not, a soak would tell."""
+"""A run that is struck at random ends to the last bit as if nothing had happened; if it did not, a soak would tell.
+
+Promise R-14.
+"""
 
 import json
 import re

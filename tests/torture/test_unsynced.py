@@ -1,4 +1,7 @@
-"""Power that fails at any moment of a history: what was reported is found, whatever of the rest reached the disk."""
+"""Power that fails at any moment of a history: what was reported is found, whatever of the rest reached the disk.
+
+Promise R-6.
+"""
 
 import re
 import shutil
