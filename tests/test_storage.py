@@ -704,7 +704,8 @@ def test_a_full_disk_fails_that_save_and_nothing_else(small_disk: Path, leaves: 
         with pytest.raises((OSError, ck.CheckpointError)) as caught:
             ck.save(small_disk / "run" / target, big, overwrite=overwrite)
         assert "No space left" in str(caught.value)
-        assert used(small_disk) == before, "what it wrote is gone again"
+        # Less, where TensorStore still had a file open at first that was deleted.
+        assert used(small_disk) <= before, "what it wrote is gone again"
     assert sorted(os.listdir(small_disk / "run")) == ["1", "LATEST"]
     assert ck.steps(small_disk / "run") == [1]
     assert whole(small_disk / "run" / "1")
@@ -732,7 +733,7 @@ def test_a_disk_that_is_full_at_any_moment_of_a_save(small_disk: Path, spare: in
         assert whole(small_disk / "run" / "2")
     else:
         assert "No space left" in str(failed)
-        assert used(small_disk) == before
+        assert used(small_disk) <= before
         assert ck.steps(small_disk / "run") == [1]
     assert leftovers(small_disk / "run") == []
     assert whole(small_disk / "run" / "1")
