@@ -167,8 +167,7 @@ def read(
             ahead -= chunk.size
             result, found = answer.result() if isinstance(answer, Future) else _used(chunk, answer, use)
             for source in sources if result is None else ():
-                if (answer := _once_more(chunk, source, again=source is sources[0])) is not None:
-                    result, found = _used(chunk, answer, use)
+                result, found = _once_more(chunk, source, use)
                 if result is not None:
                     break
             yield chunk, result, found or ("" if result is not None else sources[0].nothing)
@@ -182,11 +181,16 @@ def _ask(chunk: Wanted, source: Source, use: Use, pool: _threads.Pool, buffers: 
     return pool.submit(_read_file, chunk, source.place, value, use, buffers) if value.data is None else value.data
 
 
-def _once_more(chunk: Wanted, source: Source, *, again: bool) -> Any:
-    """A chunk's bytes from another source, or from the same in another way; None if there are no others."""
-    if again or (value := source.find(chunk)) is None:
-        return source.ask(chunk.key)
-    return value.data if value.data is not None else source.place.read(value.file, value.offset, value.length)
+def _once_more(chunk: Wanted, source: Source, use: Use) -> tuple[Any, str]:
+    """A chunk from another source, or from the same: storage that was in trouble may be out of it."""
+    value = source.find(chunk)
+    if value is None:
+        return _used(chunk, source.ask(chunk.key), use)
+    try:
+        data = source.place.read(value.file, value.offset, value.length) if value.data is None else value.data
+    except OSError as error:
+        return None, str(error)
+    return _used(chunk, data, use)
 
 
 def _read_file(chunk: Wanted, place: Folder, value: Value, use: Use, buffers: Buffers) -> tuple[Any, str]:

@@ -1,6 +1,7 @@
 """Restore: chunks are read once, memory is bounded, and the public way to place arrays works too."""
 
 import collections
+import errno
 
 import jax
 import jax.numpy as jnp
@@ -114,6 +115,41 @@ def test_a_place_beyond_its_file_is_never_read(tmp_path, monkeypatch):
         monkeypatch.setattr(source.tree, "find", lambda key, at=offset: _ocdbt.Value(value.file, at, value.length))
         ((_, data, found),) = _reading.read([chunk], [source], lambda chunk, data: bytes(data))
         assert (data, found) == (None, "nothing")
+
+
+@pytest.mark.parametrize("odd", ["an error", "a flipped bit"])
+def test_what_is_read_wrong_once_is_read_once_more(tmp_path, monkeypatch, odd):
+    """A hiccup of a network's file system is no damage, for which a run would go back to an older step."""
+    ck.save(tmp_path / "1", {"w": W})
+    read_into, reads = _storage.Folder.read_into, []
+
+    def once_wrong(place, name, start, buffer):
+        reads.append(name)
+        if len(reads) == 1 and odd == "an error":
+            raise OSError(errno.EIO, "Input/output error", name)
+        count = read_into(place, name, start, buffer)
+        buffer[7] ^= len(reads) == 1
+        return count
+
+    monkeypatch.setattr(_storage.Folder, "read_into", once_wrong)
+    assert same(ck.restore(tmp_path / "1"), {"w": np.asarray(W)})
+    assert reads
+
+
+def test_an_error_that_stays_is_told_with_the_chunk(tmp_path, monkeypatch):
+    ck.save(tmp_path / "1", {"w": W})
+
+    read = _storage.Folder.read
+
+    def failing(place, name, *rest, **named):
+        if "/d/" in name:
+            raise OSError(errno.EIO, "Input/output error", name)
+        return read(place, name, *rest, **named)
+
+    monkeypatch.setattr(_storage.Folder, "read_into", failing)
+    monkeypatch.setattr(_storage.Folder, "read", failing)
+    with pytest.raises(ck.Corrupt, match=r"w: expected chunk \[0, 0\] in .*found \[Errno 5\] Input/output error"):
+        ck.restore(tmp_path / "1")
 
 
 def test_an_empty_leaf_before_a_large_one(tmp_path):
