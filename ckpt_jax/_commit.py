@@ -24,7 +24,7 @@ TMP = ".orbax-checkpoint-tmp-"  # Orbax takes no folder for a checkpoint whose n
 BAD = "BAD.json"
 LATEST = "LATEST"
 
-_STEP = re.compile(r"0|[1-9]\d{0,17}")
+_STEP = re.compile(r"0|[1-9][0-9]{0,17}")
 _OLD = "old"  # The attempt folder that holds what is being replaced, where two folders cannot be exchanged.
 
 
@@ -175,7 +175,10 @@ def delete(place: Folder) -> None:
         place.remove(first=_manifest.NAME)
         return
     aside = place.parent / f"{place.name}{TMP}{secrets.token_hex(8)}"
-    place.rename(aside)
+    try:
+        place.rename(aside)
+    except FileNotFoundError:  # Another process is deleting it.
+        return
     aside.remove()
 
 

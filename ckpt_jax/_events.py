@@ -1,6 +1,7 @@
 """Events: what happened to a run's checkpoints, one at a time (no JAX)."""
 
 import contextlib
+import errno
 import json
 import os
 import queue
@@ -111,6 +112,9 @@ class Log:
         self._root.make()
         fd = os.open(f"{self._root.url}/{FILE}", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            os.write(fd, lines)  # One call, so that two writers' lines do not mix.
+            count = os.write(fd, lines)  # One call, so that two writers' lines do not mix.
+            if count < len(lines):  # The disk is full now: no half line stays, which the next would be glued to.
+                os.ftruncate(fd, os.fstat(fd).st_size - count)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"{self._root.url}/{FILE}")
         finally:
             os.close(fd)

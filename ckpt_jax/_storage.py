@@ -180,7 +180,7 @@ class Folder:
                     continue
                 yield name, len(store.read(name).result().value)
             return
-        for at, folders, names in os.walk(self.url):
+        for at, folders, names in os.walk(self.url, onerror=_unless_absent):
             folders.sort()
             for name in sorted(names):
                 path = os.path.join(at, name)
@@ -298,7 +298,7 @@ class Folder:
     def sync(self) -> None:
         """Makes the entries of this folder and of all below it durable (its files are, as they were written)."""
         if self.local:
-            for at, _, _ in os.walk(self.url, topdown=False):
+            for at, _, _ in os.walk(self.url, topdown=False, onerror=_unless_absent):
                 _fsync(at)
 
     @_os_errors
@@ -526,6 +526,12 @@ def _unless_gone(_: Any, path: str, failure: Any) -> None:
     """What `rmtree` calls on an error: another process may be removing the same folder."""
     if not isinstance(failure[1], FileNotFoundError):
         raise failure[1]
+
+
+def _unless_absent(error: OSError) -> None:
+    """What `os.walk` calls on an error, which it would pass over: as if there were nothing in a folder."""
+    if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+        raise error
 
 
 def _fsync(path: str) -> None:

@@ -48,13 +48,13 @@ class Pool:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
+        self._jobs.put(None)  # For the next one: Ctrl-C in `submit` may leave a thread that nobody counted.
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         self._over = True
-        for _ in self._threads:
-            self._jobs.put(None)
+        self._jobs.put(None)
         for thread in self._threads:
             thread.join()

@@ -189,7 +189,8 @@ class Saver:
         started = time.perf_counter()
         self._failures = []
         if self._index == 0:
-            _commit.clear_all(self._root)
+            with contextlib.suppress(OSError):  # A root that is read-only can be read.
+                _commit.clear_all(self._root)
         group = _processes.group("resume", self._timeout)
         try:
             state, manifest = _resume.resume(self._root, like, group, self._log)
@@ -437,8 +438,15 @@ class Saver:
             ),
         )
         if self._thread is None:  # One for the Saver's whole life: each new one leaves its malloc arena behind.
-            self._thread = threading.Thread(target=self._write_all, name="ckpt_jax writer", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._write_all, name="ckpt_jax writer", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # There is no room for one more: a save that fails as others do.
+                _save.abstain(group, f"failed: {error}")
+                group.part()
+                self._failed(step, error)
+                return False
+            self._thread = thread
         blocked = time.perf_counter() - started
         try:
             self._idle.clear()

@@ -1,6 +1,7 @@
 """A run's checkpoints in one process: taken at the call, written behind, resumed to the bit."""
 
 import ctypes
+import errno
 import json
 import os
 import random
@@ -21,7 +22,7 @@ import optax
 import pytest
 
 import ckpt_jax as ck
-from ckpt_jax import _agree, _restore, _save, _snapshot, _threads, _writing
+from ckpt_jax import _agree, _commit, _restore, _save, _snapshot, _threads, _writing
 from ckpt_jax._events import Event
 from tests.trees import same
 
@@ -1115,3 +1116,68 @@ def test_a_metric_that_no_checkpoint_has_deletes_nothing(memory):
     assert any("no checkpoint" in event.message and "one of loss" in event.message for event in events)
     with pytest.raises(ck.CheckpointError, match=r"no checkpoint in .* has the metric 'los'"):
         ck.prune(memory, ck.Keep(last=1, best=ck.Best("los")))
+
+
+def test_a_writer_that_cannot_start_costs_that_save_only(tmp_path, monkeypatch):
+    start = threading.Thread.start
+
+    def refuse(self):
+        if self.name == "ckpt_jax writer":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    events: list[Event] = []
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with ck.Saver(tmp_path, every=ck.Every(steps=1), on_event=events.append) as saver:
+        assert not saver.step(1, {"w": np.ones(3)})
+        assert "can't start new thread" in str(saver.last_error)
+        monkeypatch.undo()
+        assert saver.step(2, {"w": np.ones(3)})
+    assert ck.steps(tmp_path) == [2]
+    assert [event.kind for event in events if event.step is not None] == ["failed", "snapshot", "written", "committed"]
+
+
+def test_a_thread_that_nobody_counted_stops_no_pool_from_ending(monkeypatch):
+    """Ctrl-C comes when it has started, and before it is counted."""
+    start, interrupts = threading.Thread.start, [True]
+
+    def interrupted(self):
+        start(self)
+        if interrupts and interrupts.pop():
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    before = set(threading.enumerate())
+    with _threads.Pool(3) as pool:
+        with pytest.raises(KeyboardInterrupt):
+            pool.submit(int)
+        futures = [pool.submit(int) for _ in range(9)]
+        assert [future.result(10) for future in futures] == [0] * 9
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
+    assert set(threading.enumerate()) <= before
+
+
+def test_a_line_of_events_for_which_there_is_half_the_room_is_not_there(tmp_path, monkeypatch):
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[: len(data) // 2] if b'"kind"' in data else data))
+    with ck.Saver(tmp_path):
+        pass
+    monkeypatch.undo()
+    with ck.Saver(tmp_path):
+        pass
+    told = [json.loads(line)["kind"] for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert told == ["started", "closed"]
+
+
+def test_a_root_that_cannot_be_cleared_can_be_resumed(tmp_path, monkeypatch):
+    """Such as one that is mounted to be read only."""
+    ck.save(tmp_path / "1", {"w": np.ones(3)})
+    (tmp_path / f"2{_commit.TMP}00" / "state").mkdir(parents=True)
+
+    def refuse(path: str, *_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", path)
+
+    monkeypatch.setattr(os, "rmdir", refuse)
+    with ck.Saver(tmp_path) as saver:
+        assert saver.resume({"w": np.zeros(3)})[1] == 1

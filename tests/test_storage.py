@@ -5,6 +5,7 @@ import gc
 import os
 import re
 import resource
+import shutil
 import signal
 import stat
 import subprocess
@@ -1069,3 +1070,36 @@ def test_a_step_that_holds_another_steps_manifest_can_be_overwritten(tmp_path: P
     (tmp_path / "2" / "notes.txt").unlink()
     ck.save(tmp_path / "2", {"w": np.zeros(3)}, overwrite=True)
     assert ck.verify(tmp_path / "2").ok
+
+
+@pytest.mark.parametrize("where", ["state", "array_metadatas"])
+def test_a_folder_that_cannot_be_listed_is_not_taken_for_an_empty_one(tmp_path, monkeypatch, where):
+    scandir = os.scandir
+
+    def fail(path: Any) -> Any:
+        if os.path.basename(str(path)) == where:
+            raise OSError(errno.EIO, "Input/output error", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        ck.save(tmp_path / "1", {"small": np.ones(3)})
+    monkeypatch.undo()
+    assert ck.steps(tmp_path) == []
+
+
+def test_what_another_deletes_at_the_same_time_is_deleted(tmp_path, monkeypatch):
+    ck.save(tmp_path / "1", TREE)
+    rename = os.rename
+
+    def too_late(source: str, target: str) -> None:
+        shutil.rmtree(source)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", too_late)
+    _commit.delete(folder(tmp_path / "1"))
+    assert os.listdir(tmp_path) == ["LATEST"]
+
+
+def test_only_plain_digits_are_a_step():
+    assert [_commit.step_of(name) for name in ("13", "1\u0663", "0", "01", "")] == [13, None, 0, None, None]
