@@ -193,7 +193,8 @@ def clear(target: Folder) -> None:
         if name.endswith(TMP + _OLD) and not target.exists():
             leftover.rename(target)  # Killed between the two renames of a replacement: the old one is the newest.
         else:
-            leftover.remove_if_idle()
+            with contextlib.suppress(OSError):  # It is in nobody's way; `ckpt-jax ls` goes on telling of it.
+                leftover.remove_if_idle()
 
 
 def clear_all(root: Folder) -> None:

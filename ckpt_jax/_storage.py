@@ -6,7 +6,6 @@ import errno
 import fcntl
 import functools
 import io
-import itertools
 import os
 import re
 import shutil
@@ -164,7 +163,7 @@ class Folder:
         """
         if not self.local:
             return set(names)
-        return set() if os.path.islink(self.url) else {name for name in names if self._size(name) is not None}
+        return set() if os.path.islink(self.url) else {name for name, size in self._sizes(names) if size is not None}
 
     @_os_errors
     def files(self) -> dict[str, int]:
@@ -191,17 +190,23 @@ class Folder:
     def sizes(self, names: list[str]) -> dict[str, int | None]:
         """The sizes of some files; None for one that is not there."""
         if self.local:
-            return {name: self._size(name) for name in names}
+            return dict(self._sizes(names))
         store = _kv(self)
         found = {name: store.read(name) for name in names}
         return {n: len(f.result().value) if f.result().state == "value" else None for n, f in found.items()}
 
+    def _sizes(self, names: Iterable[str]) -> Iterator[tuple[str, int | None]]:
+        """The sizes of files; None for one that is not there, and for what no reader would open (`_opened`)."""
+
+        @functools.cache  # A folder is looked at once, not for each of its files.
+        def is_inside(folder: str) -> bool:
+            return not folder or (is_inside(os.path.dirname(folder)) and not os.path.islink(self._path(folder)))
+
+        for name in names:
+            yield name, self._size(name) if is_inside(os.path.dirname(name)) else None
+
     def _size(self, name: str) -> int | None:
-        """The size of a file; None for one that is not there, and for what no reader would open (`_opened`)."""
-        folders = itertools.accumulate(name.split("/")[:-1], lambda above, folder: f"{above}/{folder}")
         try:
-            if any(os.path.islink(self._path(folder)) for folder in folders):
-                return None
             found = os.lstat(self._path(name))
         except OSError as error:
             if error.errno in _NO_FILE:

@@ -142,10 +142,10 @@ def _header_faults(source: _reading.Source, manifest: Manifest) -> Iterator[Faul
     """Where an array's own zarr.json, by which others read it, does not say what the manifest does."""
     stored = {name: leaf for name, leaf in manifest.leaves.items() if leaf.stored}
     reads = {name: source.small(f"{name}/zarr.json") for name in stored}
-    for name, future in reads.items():
+    for name, answer in reads.items():
         expected = _zarr.zarr_json(stored[name])
         try:
-            value = _reading.value_of(future)
+            value = _reading.value_of(answer)
             found = source.nothing if value is None else "" if value == expected else "another"
         except (ValueError, OSError) as error:
             found = _reading.short(error)

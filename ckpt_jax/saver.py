@@ -189,8 +189,7 @@ class Saver:
         started = time.perf_counter()
         self._failures = []
         if self._index == 0:
-            with contextlib.suppress(OSError):  # A root that is read-only can be read.
-                _commit.clear_all(self._root)
+            _commit.clear_all(self._root)
         group = _processes.group("resume", self._timeout)
         try:
             state, manifest = _resume.resume(self._root, like, group, self._log)

@@ -1,19 +1,14 @@
 """The manifest: written, read back, merged; and what becomes of one that was written by a stranger."""
 
 import copy
-import faulthandler
 import functools
 import hashlib
 import json
 import os
-import re
-import resource
 import shutil
-import signal
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,6 +25,7 @@ from jax import random
 import ckpt_jax as ck
 from ckpt_jax import _manifest, _writing
 from ckpt_jax._manifest import File, Leaf, Manifest, Node, Part
+from tests.bounded import bounded
 
 HERE = "gs://bucket/run/100"
 NAME = "MANIFEST.json"
@@ -287,30 +283,6 @@ def make_tree() -> dict[str, Any]:
         "list": [1, 2.5, "text", None, {}, (), 2**70],
         "rng": np.random.default_rng(5),
     }
-
-
-@contextmanager
-def bounded(seconds: int = 20, extra: int = 1 << 30) -> Iterator[None]:
-    """Neither much time nor much memory: a hang is interrupted, and a huge allocation fails."""
-
-    def stop(*_: Any) -> None:
-        raise TimeoutError(f"not done within {seconds} s")
-
-    status = Path("/proc/self/status")
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    if status.exists():
-        size = int(re.search(r"VmSize:\s*(\d+)", status.read_text())[1]) << 10  # pyright: ignore[reportOptionalSubscript]
-        resource.setrlimit(resource.RLIMIT_AS, (size + extra, before[1]))
-    old = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
-    faulthandler.dump_traceback_later(6 * seconds, exit=True)  # A loop in C hears no alarm.
-    try:
-        yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, old)
-        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def _look_inside(step: Path) -> None:

@@ -1,7 +1,6 @@
 """Checkpoints as a stranger might write them, and what looking at one may do."""
 
 import contextlib
-import faulthandler
 import hashlib
 import io
 import json
@@ -9,7 +8,6 @@ import os
 import re
 import resource
 import shutil
-import signal
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,6 +24,7 @@ import ckpt_jax as ck
 from ckpt_jax import _ocdbt, _ocdbt_writer, _storage, cli
 from ckpt_jax._ocdbt import Value
 
+from ..bounded import bounded
 from .outside import Outside
 
 MANIFEST, KEYS, TREE, DATA = "MANIFEST.json", "state/manifest.ocdbt", "state/d/tree", "state/ocdbt.process_0/d/data"
@@ -179,29 +178,6 @@ def _remove(path: Path) -> None:
 # --- what looking may do ----------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def bounded() -> Iterator[None]:
-    """Neither long nor with much memory: a hang is interrupted, and a huge allocation fails."""
-
-    def stop(*_: Any) -> None:
-        raise TimeoutError(f"not done within {SECONDS} s")
-
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    with contextlib.suppress(OSError):  # There is no such file but on Linux.
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY, limits[1]))
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(SECONDS)
-    faulthandler.dump_traceback_later(6 * SECONDS, exit=True)  # A loop in C hears no alarm.
-    try:
-        yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-        resource.setrlimit(resource.RLIMIT_AS, limits)
-
-
 def _values(step: Path) -> dict[str, Any]:
     """Every leaf's value, of the shape and with the digest that the manifest tells."""
     checkpoint = ck.open(step)
@@ -249,7 +225,7 @@ def attack(world: World, damage: Damage) -> str:
     broken: list[str] = []
     came: dict[str, Any] = {}
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with damaged(world, damage), world.watch as opened, bounded(), warnings.catch_warnings():
+    with damaged(world, damage), world.watch as opened, bounded(SECONDS, MEMORY), warnings.catch_warnings():
         warnings.simplefilter("error")
         for what, look in LOOKS.items():
             try:

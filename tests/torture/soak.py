@@ -30,10 +30,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 import ckpt_jax as ck
+from ckpt_jax._zarr import CRC
 from tests.forked import Child
+from tests.torture.damage import chunks_in_files
 from tests.torture.soak_account import Facts, account, steps_of, table
 from tests.torture.soak_trainer import Task
 from tests.trees import differences
@@ -157,19 +157,14 @@ class Soak:
         if len(self.good) < 2 or self.good[-1] != max(ck.steps(self.root)):
             return False
         step = self.good[-1]
-        checkpoint = ck.open(f"{self.root}/{step}")
-        name = self.random.choice([name for name in checkpoint if name.startswith("params")])
-        raw = np.asarray(checkpoint[name][:]).tobytes()
-        for path in (self.root / str(step)).rglob("d/*"):
-            data = bytearray(path.read_bytes())
-            if (at := data.find(raw)) >= 0:
-                data[at + self.random.randrange(len(raw))] ^= 1 << self.random.randrange(8)
-                path.write_bytes(data)
-                self.flipped[step] = len(self._events())
-                self.ever_flipped.add(step)
-                return True
-        self._fault(f"{name} of step {step} is in no data file")
-        return False
+        chunks = chunks_in_files(self.root / str(step))
+        place = chunks[self.random.choice([key for key in chunks if key.startswith("params")])]
+        data = bytearray(place.path.read_bytes())
+        data[place.offset + self.random.randrange(place.length - CRC)] ^= 1 << self.random.randrange(8)
+        place.path.write_bytes(data)
+        self.flipped[step] = len(self._events())
+        self.ever_flipped.add(step)
+        return True
 
     def _events(self) -> list[dict[str, Any]]:
         path, found = self.root / "events.jsonl", []

@@ -16,13 +16,14 @@ import numpy as np
 import pytest
 
 import ckpt_jax as ck
-from ckpt_jax import _chunks, _commit, _manifest, _reading, _writing, _zarr
+from ckpt_jax import _chunks, _commit, _manifest, _reading, _writing
 from tests.cells import cells_of
 from tests.conftest import Count
 from tests.torture.damage import (
     MANIFEST,
     Tally,
     World,
+    chunks_in_files,
     damages,
     fingerprint,
     flipped,
@@ -84,17 +85,8 @@ def test_no_damage_is_ever_restored_as_if_it_were_whole(part: int, world: World,
 
 def _chunk_bytes(world: World, name: str, coords: tuple[int, ...], step: int = 200) -> tuple[Path, int, bytes]:
     """The data file in which a chunk lies, where in it, and the chunk with its crc32c."""
-    checkpoint = ck.open(world.root / str(step))
-    leaf = checkpoint[name]
-    cell = _chunks.cell(coords, leaf.chunk, leaf.shape)
-    values = np.zeros(leaf.chunk, leaf.dtype)
-    values[tuple(map(slice, _chunks.extent(cell)))] = leaf[_chunks.slices(cell)]
-    raw = values.tobytes()
-    for path in (world.root / str(step)).rglob("d/*"):
-        data = path.read_bytes()
-        if (at := data.find(raw)) >= 0:
-            return path, at, data[at : at + len(raw) + _zarr.CRC]
-    raise AssertionError(f"{name} {coords} is in no data file")
+    place = chunks_in_files(world.root / str(step))[_chunks.key(name, coords)]
+    return place.path, place.offset, place.path.read_bytes()[place.span]
 
 
 def _overwrite(path: Path, at: int, data: bytes) -> None:
