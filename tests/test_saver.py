@@ -24,6 +24,7 @@ import pytest
 import ckpt_jax as ck
 from ckpt_jax import _agree, _commit, _restore, _save, _snapshot, _threads, _writing
 from ckpt_jax._events import Event
+from tests.bounded import bounded
 from tests.trees import same
 
 
@@ -1148,7 +1149,7 @@ def test_a_thread_that_nobody_counted_stops_no_pool_from_ending(monkeypatch):
 
     monkeypatch.setattr(threading.Thread, "start", interrupted)
     before = set(threading.enumerate())
-    with _threads.Pool(3) as pool:
+    with bounded(), _threads.Pool(3) as pool:  # Or it would wait for ever.
         with pytest.raises(KeyboardInterrupt):
             pool.submit(int)
         futures = [pool.submit(int) for _ in range(9)]
