@@ -1081,9 +1081,15 @@ def test_a_folder_that_cannot_be_listed_is_not_taken_for_an_empty_one(tmp_path, 
             raise OSError(errno.EIO, "Input/output error", path)
         return scandir(path)
 
+    folder(tmp_path / "other").make(where)
     monkeypatch.setattr(os, "scandir", fail)
-    with pytest.raises(OSError, match="Input/output error"):
-        ck.save(tmp_path / "1", {"small": np.ones(3)})
+    for look in (
+        folder(tmp_path / "other").files,
+        folder(tmp_path / "other").sync,
+        lambda: ck.save(tmp_path / "1", {"small": np.ones(3)}),
+    ):
+        with pytest.raises(OSError, match="Input/output error"):
+            look()
     monkeypatch.undo()
     assert ck.steps(tmp_path) == []
 
