@@ -1129,7 +1129,7 @@ def test_a_writer_that_cannot_start_costs_that_save_only(tmp_path, monkeypatch):
 
     events: list[Event] = []
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    with ck.Saver(tmp_path, every=ck.Every(steps=1), on_event=events.append) as saver:
+    with bounded(), ck.Saver(tmp_path, every=ck.Every(steps=1), on_event=events.append) as saver:
         assert not saver.step(1, {"w": np.ones(3)})
         assert "can't start new thread" in str(saver.last_error)
         monkeypatch.undo()
