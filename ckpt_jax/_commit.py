@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from . import _manifest
+from . import _manifest, _storage
 from ._manifest import Manifest
 from ._storage import Folder, Unsure
 from .errors import CheckpointError, Corrupt, Exists, Fault, NotFound
@@ -191,7 +191,8 @@ def clear(target: Folder) -> None:
             continue
         leftover = target.parent / name
         if name.endswith(TMP + _OLD) and not target.exists():
-            leftover.rename(target)  # Killed between the two renames of a replacement: the old one is the newest.
+            if not leftover.is_locked():  # Killed between the two renames of a replacement: the old one is the newest.
+                leftover.rename(target)
         else:
             with contextlib.suppress(OSError):  # It is in nobody's way; `ckpt-jax ls` goes on telling of it.
                 leftover.remove_if_idle()
@@ -245,7 +246,7 @@ class Attempt:
 
     def close(self) -> None:
         if self.lock is not None:
-            os.close(self.lock)
+            _storage.unlock(self.lock)
             self.lock = None
 
 
@@ -260,7 +261,7 @@ def check_free(target: Folder, *, overwrite: bool) -> None:
     if target.local and (os.path.islink(target.url) or not os.path.isdir(target.url)):
         raise Exists(f"a file or link is in the way: {target}", hint="choose another path; ckpt_jax does not delete it")
     entries = target.entries()
-    if _manifest.NAME in entries:
+    if _manifest.NAME in entries or (overwrite and lost_its_manifest(target)):
         if not overwrite:
             raise Exists(
                 f"there is a checkpoint at {target} already",
@@ -285,12 +286,17 @@ def _foreign(target: Folder, entries: list[str]) -> list[str]:
         return []
     try:
         known = set(load(target).files)
-    except CheckpointError:  # Damaged, or another step's: then what is ours is told by the names.
-        return [name for name in entries if name not in {*_OURS, _manifest.NAME, BAD, f"{BAD}.tmp"}]
+    except (CheckpointError, OSError):  # Damaged, or another step's: then what is ours is told by the names.
+        inside = [] if _manifest.NAME in entries else [f"state/{name}" for name in (target / "state").entries()]
+        odd = [name for name in entries if name not in {*_OURS, _manifest.NAME, BAD, f"{BAD}.tmp"}]
+        return odd + [name for name in inside if not _IN_STATE.match(name)]
     return [name for name in target.files() if name not in {*known, _manifest.NAME, BAD, f"{BAD}.tmp"}]
 
 
 _OURS = {"state", "_CHECKPOINT_METADATA", "orbax.checkpoint", "commit_success.txt"}
+_IN_STATE = re.compile(
+    r"state/(ocdbt\.process_[0-9]+|manifest\.ocdbt|d|array_metadatas|_METADATA|_sharding|_strings\.json)\Z"
+)
 
 
 def begin(target: Folder, *, overwrite: bool) -> Attempt:
@@ -356,7 +362,7 @@ def _put_in_place(attempt: Attempt) -> None:
     """Gives the attempt the target's name; what it replaces goes once that is durable."""
     target, old = attempt.target, None
     try:
-        if attempt.overwrite and _manifest.NAME in target.entries():
+        if attempt.overwrite and not {_manifest.NAME, "state"}.isdisjoint(target.entries()):
             old = _replace(attempt)
         else:
             attempt.folder.rename(target)
@@ -374,16 +380,26 @@ def _replace(attempt: Attempt) -> Folder:
     target = attempt.target
     if attempt.folder.exchange(target):
         return attempt.folder
+    lock = target.lock()  # Waits for another who replaces it, and tells who clears up that nobody was killed here.
+    if lock is None:
+        raise Exists(
+            f"{target} was replaced or deleted while this save was under way",
+            hint="does another process save to the same path?",
+        )
     old = target.parent / f"{target.name}{TMP}{_OLD}"
-    with contextlib.suppress(Unsure):  # The next one makes both durable.
-        target.rename(old)
     try:
-        attempt.folder.rename(target)
-    except Unsure:
-        raise
-    except BaseException:
-        old.rename(target)
-        raise
+        with contextlib.suppress(Unsure):  # The next one makes both durable.
+            target.rename(old)
+        try:
+            attempt.folder.rename(target)
+        except Unsure:
+            raise
+        except BaseException:
+            with contextlib.suppress(Exists, FileNotFoundError):  # Another took the name, or did it.
+                old.rename(target)
+            raise
+    finally:
+        _storage.unlock(lock)
     return old
 
 

@@ -1,4 +1,6 @@
-"""What to say about damage: which leaf, which chunk, which file (no JAX)."""
+"""What to say about what cannot be read: which leaf, which chunk, which file, and whether that is damage (no JAX)."""
+
+import contextlib
 
 from . import _commit, _manifest, _reading
 from ._manifest import Manifest
@@ -23,9 +25,20 @@ def gone(place: Folder) -> NotFound:
     )
 
 
-def unreadable(place: Folder, manifest: Manifest, bad: list[tuple[_reading.Wanted, str]]) -> Exception:
-    """What to say about chunks that did not come back as they were written."""
-    return vanished(place, manifest) or damaged(place, chunk_faults(place, manifest, bad))
+def unreadable(place: Folder, manifest: Manifest, bad: list[tuple[_reading.Wanted, _reading.Found]]) -> Exception:
+    """What to say about chunks that did not come back as they were written.
+
+    An OSError where none came back wrong, and some not at all: nobody knows then that they are damaged.
+    """
+    if (error := vanished(place, manifest)) is not None:
+        return error
+    faults = chunk_faults(place, manifest, bad)
+    causes = [found for _, found in bad if isinstance(found, OSError)]
+    if len(causes) < len(bad):
+        return damaged(place, faults)
+    more = f" (and {len(bad) - 1:,} more)" if len(bad) > 1 else ""
+    told = f"{causes[0].strerror or causes[0]}: {faults[0].place}, {faults[0].expected.partition(':')[0]}{more}"
+    return OSError(causes[0].errno, f"{told} could not be read; that is not known to be damage", place.url)
 
 
 def vanished(place: Folder, manifest: Manifest) -> NotFound | None:
@@ -34,14 +47,16 @@ def vanished(place: Folder, manifest: Manifest) -> NotFound | None:
     return None if now is not None and manifest.seal.encode() in now[-100:] else gone(place)
 
 
-def chunk_faults(place: Folder, manifest: Manifest, bad: list[tuple[_reading.Wanted, str]]) -> list[Fault]:
+def chunk_faults(place: Folder, manifest: Manifest, bad: list[tuple[_reading.Wanted, _reading.Found]]) -> list[Fault]:
     tree = _tree(place, manifest)
     faults = []
     for chunk, found in bad:
-        value = tree.find(chunk.key)
+        value = None
+        with contextlib.suppress(OSError):  # What cannot be read may be the tree itself.
+            value = tree.find(chunk.key)
         file = value.file if value is not None else "manifest.ocdbt and the tree it points to"
         at = f"chunk {list(chunk.coords)} in {manifest.state}/{file}"
-        faults.append(Fault(chunk.name, f"{at}: digest {chunk.digest[:12]}…", found))
+        faults.append(Fault(chunk.name, f"{at}: digest {chunk.digest[:12]}…", str(found)))
     return faults
 
 
@@ -62,8 +77,9 @@ def of_files(place: Folder, manifest: Manifest) -> list[Fault]:
     if (error := vanished(place, manifest)) is not None:
         raise error
     inside: dict[str, set[str]] = {}
-    for key, file in _tree(place, manifest).files():
-        inside.setdefault(f"{manifest.state}/{file}", set()).add(key.partition("/")[0])
+    with contextlib.suppress(OSError):  # Then it is not told which leaves live there.
+        for key, file in _tree(place, manifest).files():
+            inside.setdefault(f"{manifest.state}/{file}", set()).add(key.partition("/")[0])
     named = []
     for fault in faults:
         leaves = sorted(inside.get(fault.place, ()))

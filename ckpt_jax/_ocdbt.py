@@ -5,13 +5,15 @@ answered with None. `docs/decisions/0005` has the figures, and why TensorStore i
 """
 
 import bisect
-from collections.abc import Collection, Iterator
+import functools
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
 import crc32c
 import msgspec
 import numpy as np
 
-from ._storage import Folder
+from ._storage import Folder, trouble
 
 MANIFEST = "manifest.ocdbt"
 NODE_BYTES = 64 << 20  # A larger node is left to TensorStore; ours are of at most 8 MiB.
@@ -80,6 +82,9 @@ class Tree:
 
     Attributes:
         foreign: whether something was met that is of a kind which is not read here.
+
+    Raises:
+        OSError: `find` and `files`: a part of it could not be read just now. They may be called again.
     """
 
     foreign = False
@@ -88,10 +93,23 @@ class Tree:
         self._place, self._files = place, files
         self._nodes: dict[_Reference, _Leaf | _Interior | None] = {}
         self._last: tuple[bytes, _Leaf] | None = None
+
+    @functools.cached_property
+    def _root(self) -> _Reference | None:
+        if MANIFEST not in self._files:
+            return None
+        return self._understood(lambda: _root(self._place.read(MANIFEST, most=NODE_BYTES) or b""))
+
+    def _understood(self, load: Callable[[], Any]) -> Any:
+        """What a part of the tree says; None if that is not to be understood."""
         try:
-            self._root = _root(place.read(MANIFEST, most=NODE_BYTES) or b"") if MANIFEST in files else None
-        except (ValueError, IndexError, OSError) as error:
-            self._root, self.foreign = None, isinstance(error, Foreign)
+            return load()
+        except (ValueError, IndexError) as error:
+            self.foreign = self.foreign or isinstance(error, Foreign)
+        except OSError as error:
+            if trouble(error, self._place) is not None:
+                raise
+        return None
 
     def find(self, key: str) -> Value | None:
         """Where a key's value is; None if there is none, or if the way to it cannot be read."""
@@ -131,11 +149,7 @@ class Tree:
         if reference not in self._nodes:
             while len(self._nodes) >= NODES:
                 self._nodes.pop(next(iter(self._nodes)))
-            try:
-                self._nodes[reference] = self._load(reference)
-            except (ValueError, IndexError, OSError) as error:
-                self._nodes[reference] = None
-                self.foreign = self.foreign or isinstance(error, Foreign)
+            self._nodes[reference] = self._understood(lambda: self._load(reference))
         return self._nodes[reference]
 
     def _load(self, at: _Reference) -> _Leaf | _Interior | None:

@@ -16,7 +16,7 @@ import xxhash
 from . import _chunks, _threads
 from ._manifest import Leaf, chunk_bytes
 from ._ocdbt import Tree, Value
-from ._storage import Folder
+from ._storage import Folder, trouble
 from ._zarr import CRC
 
 WINDOW = 256 << 20  # Bytes in flight, per process.
@@ -84,7 +84,13 @@ class Source:
         return "a tree of keys that is compressed, or of a later version" if foreign else "nothing"
 
     def small(self, key: str) -> Any:
-        """What lies at a key that is no chunk's, or a future of it; or None."""
+        """What lies at a key that is no chunk's, as an answer (`value_of`)."""
+        try:
+            return self._small(key)
+        except OSError as error:
+            return error
+
+    def _small(self, key: str) -> Any:
         value = self.tree.find(key) if self.tree is not None else None
         if value is None or value.data is not None:
             return self.ask(key) if value is None else value.data
@@ -126,6 +132,7 @@ class Buffers:
 
 
 Use = Callable[[Wanted, memoryview], Any]
+Found = str | OSError  # What was found in place of a chunk; or what kept it from being read, which says nothing of it.
 
 
 def read(
@@ -134,7 +141,7 @@ def read(
     use: Use = lambda chunk, data: True,
     window: int = WINDOW // 2,
     room: Callable[[Wanted, bool], bool] = lambda chunk, force: True,
-) -> Iterator[tuple[Wanted, Any, str]]:
+) -> Iterator[tuple[Wanted, Any, Found]]:
     """Reads chunks, ahead of the reader by at most `window` bytes, and gives them to `use`, some at a time.
 
     A chunk from any source counts if its digest is the right one; else the next source is asked.
@@ -148,7 +155,8 @@ def read(
             finished first. Where none is before it, it is forced.
 
     Yields:
-        The chunks in order, each with what `use` made of it; or with None, and what was found instead.
+        The chunks in order, each with what `use` made of it; or with None, and what was found instead: a text, or
+        the OSError that kept it from being read.
     """
     upcoming = iter(chunks)
     queue: collections.deque[tuple[Wanted, Any]] = collections.deque()
@@ -165,7 +173,7 @@ def read(
                 return
             chunk, answer = queue.popleft()
             ahead -= chunk.size
-            result, found = answer.result() if isinstance(answer, Future) else _used(chunk, answer, use)
+            result, found = answer.result() if isinstance(answer, Future) else _used(chunk, sources[0], answer, use)
             for source in sources if result is None else ():
                 result, found = _once_more(chunk, source, use)
                 if result is not None:
@@ -174,46 +182,52 @@ def read(
 
 
 def _ask(chunk: Wanted, source: Source, use: Use, pool: _threads.Pool, buffers: Buffers) -> Any:
-    """A chunk's bytes, a future of them, or a future of what became of them."""
-    value = source.find(chunk)
+    """A chunk as an answer (`value_of`), or a future of what became of it."""
+    try:
+        value = source.find(chunk)
+    except OSError as error:
+        return error
     if value is None:
         return source.ask(chunk.key)
-    return pool.submit(_read_file, chunk, source.place, value, use, buffers) if value.data is None else value.data
+    return pool.submit(_read_file, chunk, source, value, use, buffers) if value.data is None else value.data
 
 
-def _once_more(chunk: Wanted, source: Source, use: Use) -> tuple[Any, str]:
+def _once_more(chunk: Wanted, source: Source, use: Use) -> tuple[Any, Found]:
     """A chunk from another source, or from the same: storage that was in trouble may be out of it."""
-    value = source.find(chunk)
-    if value is None:
-        return _used(chunk, source.ask(chunk.key), use)
     try:
-        data = source.place.read(value.file, value.offset, value.length) if value.data is None else value.data
+        value = source.find(chunk)
+        if value is None:
+            answer = source.ask(chunk.key)
+        else:
+            answer = source.place.read(value.file, value.offset, value.length) if value.data is None else value.data
     except OSError as error:
-        return None, str(error)
-    return _used(chunk, data, use)
+        answer = error
+    return _used(chunk, source, answer, use)
 
 
-def _read_file(chunk: Wanted, place: Folder, value: Value, use: Use, buffers: Buffers) -> tuple[Any, str]:
+def _read_file(chunk: Wanted, source: Source, value: Value, use: Use, buffers: Buffers) -> tuple[Any, Found]:
     buffer = buffers.take(value.length)
     data = buffer[: value.length].data
     try:
-        return _used(chunk, data[: place.read_into(value.file, value.offset, data)], use)
+        answer: Any = data[: source.place.read_into(value.file, value.offset, data)]
     except OSError as error:
-        return None, str(error)
+        answer = error
+    try:
+        return _used(chunk, source, answer, use)
     finally:
         buffers.give([buffer])
 
 
-def _used(chunk: Wanted, answer: Any, use: Use) -> tuple[Any, str]:
-    data, found = _check(chunk, answer)
+def _used(chunk: Wanted, source: Source, answer: Any, use: Use) -> tuple[Any, Found]:
+    data, found = _check(chunk, source, answer)
     return (None, found) if data is None else (use(chunk, data), "")
 
 
-def _check(chunk: Wanted, answer: Any) -> tuple[memoryview | None, str]:
+def _check(chunk: Wanted, source: Source, answer: Any) -> tuple[memoryview | None, Found]:
     try:
         value = value_of(answer)
     except (ValueError, OSError) as error:  # TensorStore's errors, whatever their kind, are ValueErrors.
-        return None, short(error)
+        return None, trouble(error, source.place) or short(error)
     if value is None:
         return None, ""
     # OCDBT answers b"" for a value whose data file is gone.
@@ -229,7 +243,9 @@ def _check(chunk: Wanted, answer: Any) -> tuple[memoryview | None, str]:
 
 
 def value_of(answer: Any) -> bytes | memoryview | None:
-    """Bytes, or those of a future of TensorStore's."""
+    """The bytes of an answer, which is bytes, a future of TensorStore's, or None; or the OSError met: it is raised."""
+    if isinstance(answer, OSError):
+        raise answer
     if answer is None or isinstance(answer, (bytes, memoryview)):
         return answer
     found = answer.result()

@@ -532,7 +532,7 @@ def _read_arrays(place: _storage.Folder, manifest: Manifest, pairs: dict[str, tu
     plans: dict[str, _place.Plan] = {}
     values: dict[str, Any] = {}
     unfit: dict[str, Fault] = {}
-    bad: list[tuple[_reading.Wanted, str]] = []
+    bad: list[tuple[_reading.Wanted, _reading.Found]] = []
 
     def requests() -> Iterator[_reading.Wanted]:
         for name, (leaf, want) in pairs.items():

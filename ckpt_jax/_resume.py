@@ -3,7 +3,7 @@
 import json
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,31 +13,43 @@ from ._manifest import Leaf, Manifest
 from .errors import CheckpointError, Corrupt, Fault, NotFound
 
 
-def resume(root: _storage.Folder, like: Any, group: _processes.Group, log: Log) -> tuple[Any, Manifest | None]:
+class Refusal(NamedTuple):
+    """Why a step was passed over, and whether that is damage: then it is marked, if the root is not read-only."""
+
+    why: str
+    damaged: bool
+
+
+Refusals = dict[int, Refusal]
+
+
+def resume(
+    root: _storage.Folder, like: Any, group: _processes.Group, log: Log
+) -> tuple[Any, Manifest | None, Refusals]:
     """The newest state that every process can read, and its manifest; `like` and None if there is no checkpoint.
 
-    A step that a process finds damaged is marked, told of, and passed over. Whatever else keeps `like` from being
-    filled is raised, in every process.
+    A step that a process finds damaged is marked, told of, and passed over; one that it cannot read just now is not
+    marked. Both are returned as well. Whatever else keeps `like` from being filled is raised, in every process.
     """
-    refused: dict[int, str] = {}  # And why. Also where no mark could be written: the root may be read-only.
+    refused: Refusals = {}
     gone: set[int] = set()  # Such as one that was replaced while it was read: it gets another chance.
     turn = 0
     while True:
         place, known = _proposed(root, group, turn, refused, log)
         if place is None:
-            return like, None
+            return like, None, refused
         found, error = _read(place, known, like)
         verdicts = _exchange(group, turn, "ok" if error is None else f"{_kind(error)}: {_why(error)}")
         if all(verdict == "ok" for verdict in verdicts):
             assert found is not None
             manifest, finish = found
             state = _finished(finish, group, turn)
-            for step, why in refused.items():  # Also for who looks at no events: training is lost.
-                warnings.warn(f"step {step} cannot be read, and the one before is taken: {why}", stacklevel=3)
-            return state, manifest
+            for step, refusal in refused.items():  # Also for who looks at no events: training is lost.
+                warnings.warn(f"step {step} cannot be read, and the one before is taken: {refusal.why}", stacklevel=3)
+            return state, manifest, refused
         _raise_what_is_no_damage(error, verdicts)
         step = int(place.name)
-        if step in gone or any(verdict.startswith("corrupt") for verdict in verdicts):
+        if step in gone or any(verdict.startswith(("corrupt", "unread")) for verdict in verdicts):
             refused[step] = _pass_over(place, verdicts, group, log)
         gone.add(step)
         turn += 1
@@ -46,7 +58,7 @@ def resume(root: _storage.Folder, like: Any, group: _processes.Group, log: Log) 
 Proposal = tuple[_storage.Folder | None, Manifest | None]  # A step, and its manifest where it has been read already.
 
 
-def _proposed(root: _storage.Folder, group: _processes.Group, turn: int, refused: dict[int, str], log: Log) -> Proposal:
+def _proposed(root: _storage.Folder, group: _processes.Group, turn: int, refused: Refusals, log: Log) -> Proposal:
     """The step that process 0 proposes to all."""
     if group.index == 0:
         try:
@@ -62,33 +74,51 @@ def _proposed(root: _storage.Folder, group: _processes.Group, turn: int, refused
     return (root / told["step"] if told["step"] is not None else None), None
 
 
-def _newest(root: _storage.Folder, refused: dict[int, str], log: Log) -> Proposal:
+def _newest(root: _storage.Folder, refused: Refusals, log: Log) -> Proposal:
     """The newest committed step that is not marked; one whose manifest is damaged is marked here.
 
     Raises:
-        Corrupt: there are checkpoints, but none that can be read. Nobody's month is begun anew unasked.
+        CheckpointError: there are checkpoints, but none that can be read; Corrupt, where all are damaged. Nobody's
+            month is begun anew unasked.
     """
+    marked = []
     for step in _commit.candidates(root):
         place = root / str(step)
-        if step in refused or _commit.is_bad(place):
+        if step in refused:
             continue
         try:
+            if _commit.is_bad(place):
+                marked.append(step)
+                continue
             return place, _commit.load(place)
         except NotFound as error:
-            if _commit.lost_its_manifest(place):
-                refused[step] = _why(error)
-                log.add("fell back", step, message=refused[step])
-        except Corrupt as error:
-            refused[step] = _why(error)
-            _commit.mark_bad(place, refused[step])
-            log.add("fell back", step, message=refused[step])
-    if bad := [step for step in _commit.candidates(root) if step in refused or _commit.is_bad(root / str(step))]:
-        raise Corrupt(
-            f"no checkpoint in {root} can be read: {'all ' * (len(bad) > 1)}{len(bad)} of them are damaged",
-            [Fault(str(step), "a checkpoint", "a damaged one") for step in bad],
-            hint=f"`ckpt-jax verify {root / str(bad[0])}` tells more; to begin anew, move them or take another root",
-        )
+            if not _commit.lost_its_manifest(place):
+                continue
+            failure = error
+        except (Corrupt, OSError) as error:
+            failure = error
+        refused[step] = Refusal(_why(failure), not isinstance(failure, OSError))
+        log.add("fell back", step, message=refused[step].why)
+        if isinstance(failure, Corrupt):
+            _commit.mark_bad(place, refused[step].why)
+    if marked or refused:
+        raise _none_left(root, marked, refused)
     return None, None
+
+
+def _none_left(root: _storage.Folder, marked: list[int], refused: Refusals) -> CheckpointError:
+    why = dict.fromkeys(marked, "it is marked as damaged") | {step: found.why for step, found in refused.items()}
+    bad = sorted(why, reverse=True)
+    damaged = all(refusal.damaged for refusal in refused.values())
+    them = f"all {len(bad)} of them are" if len(bad) > 1 else "the only one is"
+    state = "damaged" if damaged else "damaged or cannot be read now"
+    verify = f"`ckpt-jax verify {root / str(bad[0])}` tells more"
+    advice = f"{verify}; to begin anew, move them or take another root"
+    return (Corrupt if damaged else CheckpointError)(
+        f"no checkpoint in {root} can be read: {them} {state}",
+        [Fault(str(step), "a checkpoint that can be read", why[step]) for step in bad],
+        hint=advice if damaged else f"once storage can be read again, so can they; {verify}",
+    )
 
 
 def _read(
@@ -116,7 +146,10 @@ def _finished(finish: Callable[[], Any], group: _processes.Group, turn: int) -> 
 
 
 def _kind(error: Exception) -> str:
-    return "corrupt" if isinstance(error, Corrupt) else "gone" if isinstance(error, NotFound) else "failed"
+    for kind, name in ((Corrupt, "corrupt"), (NotFound, "gone"), (OSError, "unread")):
+        if isinstance(error, kind):
+            return name
+    return "failed"
 
 
 def _why(error: Exception) -> str:
@@ -144,8 +177,8 @@ def _raise_what_is_no_damage(error: Exception | None, verdicts: list[str]) -> No
             raise CheckpointError(f"process {process} could not resume: {verdict.partition(': ')[2]}")
 
 
-def _pass_over(place: _storage.Folder, verdicts: list[str], group: _processes.Group, log: Log) -> str:
-    """Tells of a step that is passed over, and marks it if it is damaged; returns why."""
+def _pass_over(place: _storage.Folder, verdicts: list[str], group: _processes.Group, log: Log) -> Refusal:
+    """Tells of a step that is passed over, and marks it if it is damaged."""
     step = int(place.name)
     reasons = [
         f"process {i}: {v.partition(': ')[2]}" if group.count > 1 else v.partition(": ")[2]
@@ -154,10 +187,11 @@ def _pass_over(place: _storage.Folder, verdicts: list[str], group: _processes.Gr
     ]
     why = "; ".join(reasons)
     log.add("fell back", step, message=why)
-    # Deleted while being read is no damage: then it is simply not there the next time.
-    if group.index == 0 and any(verdict.startswith("corrupt") for verdict in verdicts):
+    # Deleted while being read is no damage: then it is simply not there the next time. Nor is a disk in trouble.
+    damaged = any(verdict.startswith("corrupt") for verdict in verdicts)
+    if group.index == 0 and damaged:
         _commit.mark_bad(place, why)
-    return why
+    return Refusal(why, damaged)
 
 
 # --- do the counts agree? ---------------------------------------------------------------------------------------------

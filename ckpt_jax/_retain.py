@@ -182,7 +182,8 @@ def prune(root: _storage.PathLike, keep: Keep, *, also: Iterable[int] = (), dry_
         The steps that were deleted (or would be), in ascending order.
 
     Raises:
-        CheckpointError: no checkpoint has the metric of `keep.best`; nothing was deleted.
+        CheckpointError: no checkpoint has the metric of `keep.best`, and nothing was deleted; or some could not be
+            deleted: it tells which, and the others are.
         Corrupt: all but the newest would go, and that is damaged; nothing was deleted.
 
     >>> import numpy as np, ckpt_jax as ck
@@ -196,17 +197,35 @@ def prune(root: _storage.PathLike, keep: Keep, *, also: Iterable[int] = (), dry_
     if not isinstance(keep, Keep):
         raise TypeError(f"keep is a ckpt_jax.Keep, such as Keep(last=3), not {keep!r}")
     place = _storage.folder(root)
+    go, faults = swept(place, keep, also=also, dry_run=dry_run)
+    if faults:
+        raise CheckpointError(
+            f"{place} is pruned in part; deleted: {', '.join(map(str, go)) or 'nothing'}",
+            faults,
+            hint="once its cause is gone, the same prune does the rest",
+        )
+    return go
+
+
+def swept(
+    place: _storage.Folder, keep: Keep, *, also: Iterable[int] = (), dry_run: bool = False
+) -> tuple[list[int], list[Fault]]:
+    """As `prune`: the steps that were deleted, and those that could not be."""
     if not dry_run:
         _commit.clear_all(place)  # First: of a replacement that was killed midway it puts the old one back.
     found = facts_of(place)
     _check_metric(place, found, keep.best)
     stay = set(kept(found, keep, also))
     go = [step for step in found if step not in stay]
+    faults = []
     if not dry_run:
         _check_newest(place, found, go)
         for step in go:
-            _commit.delete(place / str(step))
-    return go
+            try:
+                _commit.delete(place / str(step))
+            except OSError as error:
+                faults.append(Fault(str(step), "to be deleted", str(error)))
+    return [step for step in go if str(step) not in {fault.place for fault in faults}], faults
 
 
 def _check_metric(root: _storage.Folder, found: Mapping[int, Facts], best: Best | None) -> None:

@@ -58,6 +58,25 @@ def os_error(error: Exception, place: "Folder") -> OSError:
     return OSError(number, f"{os.strerror(number)} ({text[:300]})", place.url)
 
 
+# TensorStore's words for a service that does not answer, or not us, rather than for bytes that are odd. 416 is a file
+# that is too short.
+_TROUBLE = re.compile(
+    r"(ABORTED|CANCELLED|DEADLINE_EXCEEDED|PERMISSION_DENIED|RESOURCE_EXHAUSTED|UNAUTHENTICATED|UNAVAILABLE):"
+    r"|.*\[(http_response_code='(?!416)|curl_code=)",
+    re.DOTALL,
+)
+
+
+def trouble(error: Exception, place: "Folder") -> OSError | None:
+    """What kept something from being read, if it says nothing of the bytes: they may well be whole.
+
+    None where the error is about what lies there: no such file, or not what was expected.
+    """
+    if isinstance(error, OSError):
+        return None if error.errno in {*_NO_FILE, errno.EFBIG} else error
+    return os_error(error, place) if _TROUBLE.match(str(error)) else None
+
+
 class Unsure(OSError):
     """It is done, and a crash of the machine may undo it: the folder's entries could not be made durable."""
 
@@ -118,9 +137,10 @@ class Folder:
             if fd is None:
                 return None
             with open(fd, "rb") as file:
-                if most is not None and os.fstat(fd).st_size > most:
+                size = os.fstat(fd).st_size
+                if most is not None and size > most:
                     raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), self._path(name))
-                file.seek(start)
+                file.seek(min(start, size))  # A stranger's tree may say any place, also one that no system call takes.
                 return file.read(length)
         found = _kv(self).read(name).result()
         if found.state != "value":
@@ -220,8 +240,10 @@ class Folder:
         if self.local:
             try:
                 return sorted(os.listdir(self.url))
-            except (FileNotFoundError, NotADirectoryError):
-                return []
+            except OSError as error:
+                if error.errno in _NO_FILE:
+                    return []
+                raise
         names = (key.decode("utf-8", "surrogateescape") for key in _kv(self).list().result())
         return sorted({name.partition("/")[0] for name in names})
 
@@ -365,7 +387,7 @@ class Folder:
             raise Unsure(error.errno, why, self.url) from error
 
     def lock(self) -> int | None:
-        """Marks the folder as in use until this process ends or the returned descriptor is closed.
+        """Marks the folder as in use until this process ends or `unlock` is called with what is returned.
 
         None if the folder is gone: someone took it for a leftover before it was locked.
         """
@@ -375,10 +397,27 @@ class Folder:
             return None
         with contextlib.suppress(OSError):  # No locks here (NFS, Lustre): others then go by time.
             fcntl.flock(fd, fcntl.LOCK_EX)
-        if os.path.exists(self.url):
-            return fd
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.stat(self.url), os.fstat(fd)):  # Else it went, or another came in its place.
+                _locks.add(fd)
+                return fd
         os.close(fd)
         return None
+
+    def is_locked(self) -> bool:
+        """Whether somebody holds the folder's lock; no, where there are no locks."""
+        fd = None
+        with contextlib.suppress(FileNotFoundError):
+            fd = os.open(self.url, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        if fd is None:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            return isinstance(error, BlockingIOError)
+        finally:
+            os.close(fd)
+        return False
 
     def in_use(self) -> bool:
         """Whether a living process writes in the folder."""
@@ -461,6 +500,24 @@ class Folder:
         )
 
 
+_locks: set[int] = set()
+
+
+def unlock(lock: int) -> None:
+    """Gives back what `Folder.lock` returned."""
+    _locks.discard(lock)
+    os.close(lock)
+
+
+def _after_fork() -> None:
+    """A worker that was forked amid a save has its locks too, and would keep them when who saved is dead."""
+    for lock in list(_locks):
+        unlock(lock)
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 def folder(path: PathLike) -> Folder:
     """The folder at a path: `~` and relative paths are resolved now, so that a later chdir changes nothing.
 
@@ -535,7 +592,7 @@ def _unless_gone(_: Any, path: str, failure: Any) -> None:
 
 def _unless_absent(error: OSError) -> None:
     """What `os.walk` calls on an error, which it would pass over: as if there were nothing in a folder."""
-    if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+    if error.errno not in _NO_FILE:
         raise error
 
 

@@ -131,8 +131,12 @@ def _sidecar_faults(place: _storage.Folder, manifest: Manifest, known: set[str])
         if not file.digest or path in known:
             continue
         digest = xxhash.xxh3_128()
-        for at in range(0, file.bytes, PIECE):
-            digest.update(place.read(path, at, PIECE) or b"")
+        try:
+            for at in range(0, file.bytes, PIECE):
+                digest.update(place.read(path, at, PIECE) or b"")
+        except OSError as error:
+            yield Fault(path, f"digest {file.digest[:12]}…", str(error))
+            continue
         found = digest.hexdigest()
         if found != file.digest:
             yield Fault(path, f"digest {file.digest[:12]}…", f"{found[:12]}…")

@@ -161,6 +161,7 @@ class Saver:
         self._before: Mapping[str, Any] = {}
         self._declined: list[_processes.Group] = []
         self._resumed: _Resumed | None = None
+        self._refused: _resume.Refusals = {}  # Some of which could not be marked.
         self._pid, self._closed = os.getpid(), False
         self._work: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._idle = threading.Event()
@@ -178,10 +179,12 @@ class Saver:
     def resume(self, like: Tree) -> tuple[Tree, int]:
         """The newest state that can be read, and the step to go on with; `(like, 0)` if there is none.
 
-        A step that turns out damaged is marked, told of, and passed over; all processes agree. Leftovers of killed
-        saves are removed. A checkpoint that is whole but does not fit `like` is an error.
+        A step that turns out damaged is marked, told of, and passed over; all processes agree. One that storage does
+        not give just now is passed over unmarked; when the run comes to that step again, it is replaced. Leftovers of
+        killed saves are removed. A checkpoint that is whole but does not fit `like` is an error.
 
         Raises:
+            CheckpointError: there are checkpoints, and none of them can be read; Corrupt, if all are damaged.
             Mismatch: `like` has another structure, shape or dtype.
         """
         self._check_open()
@@ -192,7 +195,7 @@ class Saver:
             _commit.clear_all(self._root)
         group = _processes.group("resume", self._timeout)
         try:
-            state, manifest = _resume.resume(self._root, like, group, self._log)
+            state, manifest, self._refused = _resume.resume(self._root, like, group, self._log)
         except Mismatch as error:
             error.add_note("cast=, only=, on_missing= and on_extra= are options of ckpt_jax.restore")
             raise
@@ -495,7 +498,7 @@ class Saver:
         target = self._root / str(job.step)
         try:
             self._log.flush()
-            terms = job.terms._replace(overwrite=_commit.is_bad(target))
+            terms = job.terms._replace(overwrite=job.step in self._refused or _commit.is_bad(target))
             manifest = _save.write(target, job.manifest, job.snapshot, job.group, terms)
         except BaseException as error:  # noqa: BLE001  Told at `wait`, `close`, or after so many in a row.
             self._failed(job.step, error)
@@ -504,6 +507,7 @@ class Saver:
             self._before = manifest.health
             self._failures, self.last_error = [], None
             self._newest.append(job.step)
+            self._refused.pop(job.step, None)
             seconds = {"blocked": job.blocked, **manifest.seconds, "all": self._took}
             self._log.add("committed", job.step, bytes=manifest.nbytes, seconds=seconds)
             self._prune()
@@ -531,12 +535,14 @@ class Saver:
             return
         try:
             # Those of this run too, where a root has later ones: it went on from an earlier step.
-            gone = _retain.prune(self._root.url, self._keep, also=self._newest)
+            gone, faults = _retain.swept(self._root, self._keep, also=self._newest)
         except Exception as error:  # noqa: BLE001  The checkpoint is committed, and the thread has more to write.
             self._log.add("warning", message=f"could not prune: {error}")
             return
         for step in gone:
             self._log.add("pruned", step)
+        for fault in faults:
+            self._log.add("warning", message=f"could not prune: {fault}")
 
     def _warn(self, message: str) -> None:
         self._log.note("warning", message=message)

@@ -2,6 +2,10 @@
 
 import collections
 import errno
+import http.server
+import os
+import threading
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -136,20 +140,119 @@ def test_what_is_read_wrong_once_is_read_once_more(tmp_path, monkeypatch, odd):
     assert reads
 
 
-def test_an_error_that_stays_is_told_with_the_chunk(tmp_path, monkeypatch):
-    ck.save(tmp_path / "1", {"w": W})
+def _reads(monkeypatch, fail: Callable[[str], bool], number: int = errno.EIO):
+    """Files whose names are such cannot be read."""
+    for method in ("read", "read_into"):
+        real = getattr(_storage.Folder, method)
+
+        def failing(place, name, *rest, _real=real, **named):
+            if fail(f"{place}/{name}"):
+                raise OSError(number, os.strerror(number), name)
+            return _real(place, name, *rest, **named)
+
+        monkeypatch.setattr(_storage.Folder, method, failing)
+
+
+READS = [
+    ck.restore,
+    lambda path: ck.restore(path, {"w": np.asarray(W), "v": np.zeros(3)}),
+    lambda path: ck.open(path)["w"][...],
+]
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE, errno.ESTALE, errno.EACCES], ids=errno.errorcode.get)
+@pytest.mark.parametrize("part", ["values", "keys", "the root of the keys"])
+@pytest.mark.parametrize("read", READS, ids=["restore", "restore into a target", "open"])
+def test_what_cannot_be_read_is_not_said_to_be_damaged(tmp_path, monkeypatch, number, part, read):
+    """Nothing was seen of its bytes: a run that took it for damage would never look at that step again."""
+    state = ck.save(tmp_path / "1", {"w": W, "v": np.zeros(3)}).state_files
+    value = _ocdbt.Tree(_storage.folder(tmp_path / "1" / "state"), state).find("w/c/0/0")
+    nodes = {name for name in state if name.startswith("d/")}
+    files = {"values": {value.file}, "keys": nodes, "the root of the keys": {"manifest.ocdbt"}}[part]
+    _reads(monkeypatch, lambda path: any(path.endswith(f"state/{name}") for name in files), number)
+    with pytest.raises(OSError, match=r"[vw], chunk \[0.* in .* could not be read; that is not known") as caught:
+        read(tmp_path / "1")
+    assert caught.value.errno == number
+    report = ck.verify(tmp_path / "1")
+    assert os.strerror(number) in str(report)
+    assert not report.ok
+    monkeypatch.undo()
+    assert ck.verify(tmp_path / "1").ok
+
+
+def test_damage_beside_what_cannot_be_read_is_damage(tmp_path, monkeypatch):
+    manifest = ck.save(tmp_path / "1", {"a": np.arange(5000), "b": np.arange(5000)})
+    value = _ocdbt.Tree(_storage.folder(tmp_path / "1" / "state"), manifest.state_files).find("b/c/0")
+    with (tmp_path / "1" / "state" / value.file).open("r+b") as file:
+        file.seek(value.offset + 5)
+        file.write(b"\x55")
+    read_into = _storage.Folder.read_into
+
+    def failing(place, name, start, buffer):
+        if start != value.offset:
+            raise OSError(errno.EIO, "Input/output error", name)
+        return read_into(place, name, start, buffer)
 
     read = _storage.Folder.read
 
-    def failing(place, name, *rest, **named):
-        if "/d/" in name:
+    def failing_again(place, name, start=0, length=-1, **named):
+        if "/d/" in name and start != value.offset:
             raise OSError(errno.EIO, "Input/output error", name)
-        return read(place, name, *rest, **named)
+        return read(place, name, start, length, **named)
 
     monkeypatch.setattr(_storage.Folder, "read_into", failing)
-    monkeypatch.setattr(_storage.Folder, "read", failing)
-    with pytest.raises(ck.Corrupt, match=r"w: expected chunk \[0, 0\] in .*found \[Errno 5\] Input/output error"):
+    monkeypatch.setattr(_storage.Folder, "read", failing_again)
+    with pytest.raises(ck.Corrupt, match=r"(?s)a: expected chunk \[0\].*\[Errno 5\].*b: expected chunk \[0\].*digest"):
         ck.restore(tmp_path / "1")
+
+
+@pytest.mark.parametrize("part", ["state/d/", "state/manifest.ocdbt"])
+def test_keys_that_cannot_be_read_once_are_read_once_more(tmp_path, monkeypatch, part):
+    ck.save(tmp_path / "1", {"w": W})
+    failed = []
+    _reads(monkeypatch, lambda path: part in path and not failed and not failed.append(path))
+    assert same(ck.restore(tmp_path / "1"), {"w": np.asarray(W)})
+    assert failed
+
+
+def test_a_small_file_that_cannot_be_read_is_told_by_verify(tmp_path, monkeypatch):
+    ck.save(tmp_path / "1", {"w": W})
+    _reads(monkeypatch, lambda path: path.endswith("_METADATA"))
+    assert "state/_METADATA: expected digest" in str(ck.verify(tmp_path / "1"))
+
+
+class _Refusing(http.server.BaseHTTPRequestHandler):
+    """A bucket that gives one answer to all."""
+
+    code = 0
+
+    def do_GET(self):
+        self.send_response(self.code)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("code", "odd"), [(403, True), (429, True), (500, True), (503, True), (400, True), (416, False)]
+)
+def test_a_bucket_that_gives_nothing_is_not_damaged(monkeypatch, code, odd):
+    """Only the code for a file that is too short says something of the bytes."""
+    monkeypatch.setattr(_Refusing, "code", code)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "none")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    monkeypatch.setattr(_storage, "_RETRIES", {"max_retries": 1, "initial_delay": "1ms", "max_delay": "1ms"})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Refusing) as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+        threading.Thread(target=server.serve_forever).start()
+        place = _storage.folder("s3://bucket/1/state")
+        with pytest.raises(ValueError, match=str(code)) as caught:
+            _reading.open_store(place).read("w/c/0").result()
+        server.shutdown()
+    assert (_storage.trouble(caught.value, place) is not None) == odd
 
 
 def test_an_empty_leaf_before_a_large_one(tmp_path):

@@ -268,6 +268,16 @@ def test_a_rollback_that_fails_midway_says_how_far_it_came(tmp_path, monkeypatch
     assert ck.steps(tmp_path) == [1]
 
 
+def test_what_cannot_be_deleted_is_told_and_the_others_go(tmp_path, monkeypatch):
+    filled(str(tmp_path), 1, 2, 3, 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", _failing_at(tmp_path / "2"))
+        with pytest.raises(ck.CheckpointError, match=r"(?s)pruned in part; deleted: 1, 3.*2: .*Read-only.*the rest"):
+            ck.prune(tmp_path, ck.Keep(last=1))
+    assert ck.steps(tmp_path) == [2, 4]
+    assert ck.prune(tmp_path, ck.Keep(last=1)) == [2]
+
+
 def _failing_at(path):
     rename = os.rename
 

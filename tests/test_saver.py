@@ -25,6 +25,7 @@ import ckpt_jax as ck
 from ckpt_jax import _agree, _commit, _restore, _save, _snapshot, _threads, _writing
 from ckpt_jax._events import Event
 from tests.bounded import bounded
+from tests.forked import Child
 from tests.trees import same
 
 
@@ -344,6 +345,140 @@ def test_what_cannot_be_marked_is_passed_over_all_the_same(tmp_path):
     (tmp_path / "2" / "BAD.json" / "in the way").mkdir(parents=True)
     with ck.Saver(tmp_path) as saver, pytest.warns(UserWarning, match="step 2 cannot be read"):
         assert saver.resume({"w": np.zeros(5000, int)})[1] == 1
+
+
+@pytest.mark.parametrize("part", ["d/*", "manifest.ocdbt", "MANIFEST.json"])
+def test_resume_passes_over_what_cannot_be_read_and_does_not_mark_it(tmp_path, monkeypatch, part):
+    """A file server that is in trouble for a minute costs an interval, and not the step for good."""
+    for step in (1, 2):
+        ck.save(tmp_path / str(step), {"w": np.full(5000, step)})
+    files = [str(path) for path in (tmp_path / "2").rglob(part)]
+    opened = os.open
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", lambda path, *a, **k: opened(_tell(path, files), *a, **k))
+        with ck.Saver(tmp_path) as saver, pytest.warns(UserWarning, match="step 2 cannot be read, and the one before"):
+            assert saver.resume({"w": np.zeros(5000, int)})[1] == 1
+    assert files
+    assert ck.steps(tmp_path, bad=True) == []
+    with ck.Saver(tmp_path) as saver:
+        assert saver.resume({"w": np.zeros(5000, int)})[1] == 2
+
+
+def _tell(path, files):
+    if str(path) in files:
+        raise OSError(errno.EIO, "Input/output error", path)
+    return path
+
+
+def test_a_process_that_can_open_no_more_files_damages_no_run(tmp_path):
+    """Every step looks unreadable to it: none is marked, and the run does not begin anew."""
+    for step in (1, 2):
+        ck.save(tmp_path / str(step), {"w": np.full(5000, step)})
+    code = """
+        import os, resource, sys
+        import numpy as np, ckpt_jax as ck
+        from ckpt_jax import _storage
+        like = {"w": np.zeros(5000, int)}
+        saver = ck.Saver(sys.argv[1])
+        saver.resume(like)
+        taken = []
+        resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60))
+        try:
+            while True: taken.append(os.open("/", os.O_RDONLY))
+        except OSError:
+            os.close(taken.pop())  # One is left, which the list of the steps takes, and the manifests one by one.
+        _storage.Folder.read_into = lambda *_: os.open("/", os.O_RDONLY) and os.open("/", os.O_RDONLY)
+        try:
+            saver.resume(like)
+        except (ck.CheckpointError, OSError) as error:
+            print(type(error).__name__, error)
+        for fd in taken: os.close(fd)
+        print("then", saver.resume(like)[1])
+    """
+    process = Child(textwrap.dedent(code), str(tmp_path))
+    out, _ = process.communicate()
+    assert "Too many open files" in out, out
+    assert "then 2" in out
+    assert ck.steps(tmp_path, bad=True) == []
+
+
+def test_where_none_can_be_read_now_that_is_not_called_damage(tmp_path, monkeypatch):
+    for step in (1, 2, 3):
+        ck.save(tmp_path / str(step), {"w": np.full(5000, step)})
+    _flip(tmp_path / "2")
+    files = [str(path) for step in "13" for path in (tmp_path / step).rglob("d/*")]
+    opened = os.open
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", lambda path, *a, **k: opened(_tell(path, files), *a, **k))
+        with (
+            ck.Saver(tmp_path) as saver,
+            pytest.raises(
+                ck.CheckpointError, match=r"(?s)all 3 .* damaged or cannot be read now.*once storage"
+            ) as caught,
+        ):
+            saver.resume({"w": np.zeros(5000, int)})
+    assert not isinstance(caught.value, ck.Corrupt)
+    assert ck.steps(tmp_path, bad=True) == [2]
+    with ck.Saver(tmp_path) as saver:
+        assert saver.resume({"w": np.zeros(5000, int)})[1] == 3
+
+
+@pytest.mark.parametrize("what", ["no mark", "no manifest", "unreadable"])
+def test_a_run_that_comes_past_a_step_that_it_refused_replaces_it(tmp_path, monkeypatch, what):
+    """Also where that could not be marked: else that step would lose its save each time."""
+    for step in (1, 2):
+        ck.save(tmp_path / str(step), {"w": np.full(5000, step)})
+    files = []
+    if what == "no mark":
+        _flip(tmp_path / "2")
+        monkeypatch.setattr(_commit, "mark_bad", lambda *_: None)  # As on a disk without an inode left.
+    elif what == "no manifest":
+        (tmp_path / "2" / "MANIFEST.json").unlink()
+    else:
+        files = [str(path) for path in (tmp_path / "2").rglob("*") if path.is_file()]
+    opened = os.open
+    with monkeypatch.context() as patch, ck.Saver(tmp_path) as saver:
+        patch.setattr(os, "open", lambda path, *a, **k: opened(_tell(path, files), *a, **k))
+        with pytest.warns(UserWarning, match="step 2 cannot be read"):
+            assert saver.resume({"w": np.zeros(5000, int)})[1] == 1
+        saver.save(2, {"w": np.full(5000, 22)})
+        saver.wait()
+        files.clear()
+        assert ck.steps(tmp_path) == [1, 2]
+        assert ck.restore(tmp_path / "2")["w"][0] == 22
+        saver.save(2, {"w": np.full(5000, 23)})
+        saver._idle.wait()
+        assert isinstance(saver.last_error, ck.Exists)  # It is now a step like others.
+        saver.save(3, {"w": np.full(5000, 3)})
+    assert sorted(os.listdir(tmp_path)) == ["1", "2", "3", "LATEST", "events.jsonl"]
+
+
+def test_a_link_that_leads_to_itself_stands_in_no_runs_way(tmp_path):
+    ck.save(tmp_path / "1", {"w": np.full(5000, 1)})
+    (tmp_path / "5").symlink_to("5")
+    with ck.Saver(tmp_path, keep=ck.Keep(last=1)) as saver:
+        assert saver.resume({"w": np.zeros(5000, int)})[1] == 1
+        saver.save(2, {"w": np.full(5000, 2)})
+    assert ck.steps(tmp_path) == [2]
+
+
+def test_what_cannot_be_pruned_keeps_nothing_else(tmp_path, monkeypatch):
+    events: list[Event] = []
+    for step in (1, 2, 3):
+        ck.save(tmp_path / str(step), {"w": np.zeros(3)})
+    rename = os.rename
+
+    def failing(a, b):
+        if str(a) == str(tmp_path / "1"):
+            raise OSError(errno.EXDEV, "Invalid cross-device link", a, None, b)
+        rename(a, b)
+
+    monkeypatch.setattr(os, "rename", failing)
+    with ck.Saver(tmp_path, keep=ck.Keep(last=1), on_event=events.append) as saver:
+        saver.save(4, {"w": np.zeros(3)})
+    assert ck.steps(tmp_path) == [1, 4]
+    assert [event.step for event in events if event.kind == "pruned"] == [2, 3]
+    assert any("could not prune: 1: expected to be deleted, found " in event.message for event in events)
 
 
 def test_where_nothing_can_be_read_the_run_does_not_begin_anew(tmp_path):

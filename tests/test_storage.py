@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -643,6 +644,118 @@ def test_a_rename_that_fails_puts_the_old_one_back(tmp_path: Path, monkeypatch: 
     with pytest.raises(OSError, match=r"Input/output"):
         ck.save(tmp_path / "1", TREE | {"n": 8}, overwrite=True)
     monkeypatch.undo()
+    assert whole(tmp_path / "1")
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize("midway", ["prune", "overwrite"])
+def test_who_comes_between_two_renames_waits_or_leaves_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, midway: str
+) -> None:
+    """The old one's other name is no crash's while its writer lives."""
+    monkeypatch.setattr(_storage, "_exchange", lambda *_: False)
+    ck.save(tmp_path / "1", TREE)
+    rename, others = os.rename, []
+
+    def between(source: str, target: str) -> None:
+        rename(source, target)
+        if target.endswith(_commit.TMP + _commit._OLD) and not others:
+            if midway == "prune":
+                others.append(None)
+                ck.prune(tmp_path, ck.Keep(last=1))
+                assert not (tmp_path / "1").exists()
+            else:
+                others.append(threading.Thread(target=overwrite, args=[9]))
+                others[0].start()
+                time.sleep(0.2)
+
+    def overwrite(n: int) -> None:
+        errors[n] = None
+        try:
+            ck.save(tmp_path / "1", TREE | {"n": n}, overwrite=True)
+        except ck.CheckpointError as error:
+            errors[n] = error
+
+    errors: dict[int, Exception | None] = {}
+    monkeypatch.setattr(os, "rename", between)
+    overwrite(8)
+    for other in filter(None, others):
+        other.join()
+    assert others
+    written = [n for n, error in errors.items() if error is None]
+    assert written, errors
+    assert all(isinstance(error, ck.Exists) for error in errors.values() if error is not None)
+    assert any(whole(tmp_path / "1", TREE | {"n": n}) for n in written)
+    _commit.clear_all(folder(tmp_path))  # Who found its place taken leaves the old one where it was.
+    assert leftovers(tmp_path) == []
+
+
+def test_overwriters_without_an_exchange_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is told that it counts, or that another was first; at the end one that was told so is there."""
+    monkeypatch.setattr(_storage, "_exchange", lambda *_: False)
+    ck.save(tmp_path / "1", TREE)
+    told: list[int] = []
+    odd: list[BaseException] = []
+
+    def overwrite(who: int) -> None:
+        for turn in range(8):
+            try:
+                ck.save(tmp_path / "1", TREE | {"n": 10 * turn + who}, overwrite=True)
+                told.append(10 * turn + who)
+            except ck.Exists:
+                pass
+            except BaseException as error:  # noqa: BLE001  Told at the end.
+                odd.append(error)
+
+    threads = [threading.Thread(target=overwrite, args=[who]) for who in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert odd == []
+    assert ck.restore(tmp_path / "1")["n"] in told
+    assert ck.verify(tmp_path / "1").ok
+    assert leftovers(tmp_path) == []
+
+
+def test_a_forked_worker_keeps_no_lock(tmp_path: Path) -> None:
+    """It has all that was open when it was forked, and may live long after who saved."""
+    code = """
+        import os, signal, sys, time
+        from ckpt_jax import _storage
+        place = _storage.folder(sys.argv[1])
+        place.make()
+        place.lock()
+        if os.fork() == 0:
+            print("worker", os.getpid(), flush=True)
+            time.sleep(60)
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    process = child(code, str(tmp_path / "1"))
+    worker = int(process.stdout.readline().split()[1])
+    assert folder(tmp_path / "1").in_use()
+    process.wait()
+    try:
+        os.kill(worker, 0)
+        assert not folder(tmp_path / "1").in_use()
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        process.communicate()
+
+
+@pytest.mark.parametrize("name", ["a file", "state/a file"])
+def test_a_folder_without_a_manifest_that_holds_other_things_is_left(tmp_path: Path, name: str) -> None:
+    ck.save(tmp_path / "1", TREE)
+    (tmp_path / "1" / _manifest.NAME).unlink()
+    (tmp_path / "1" / name).write_text("mine")
+    with pytest.raises(ck.Exists, match="not ckpt_jax's to delete"):
+        ck.save(tmp_path / "1", TREE, overwrite=True)
+    assert (tmp_path / "1" / name).read_text() == "mine"
+    (tmp_path / "1" / name).unlink()
+    with pytest.raises(ck.Exists, match="not ckpt_jax's to delete"):
+        ck.save(tmp_path / "1", TREE)
+    ck.save(tmp_path / "1", TREE, overwrite=True)
     assert whole(tmp_path / "1")
     assert leftovers(tmp_path) == []
 
