@@ -59,7 +59,7 @@ def load(place: Folder) -> Manifest:
 
 
 def _not_found(place: Folder) -> NotFound:
-    entries = place.entries() if not place.local or os.path.isdir(place.url) else []
+    entries = place.entries()
     if found := steps(place) if entries else []:
         newest = place / str(found[-1])
         return NotFound(
@@ -72,7 +72,7 @@ def _not_found(place: Folder) -> NotFound:
             [Fault(place.url, _manifest.NAME, _few(entries))],
             hint="a save that did not finish does not count; `ckpt-jax ls` on the folder above lists what does",
         )
-    if place.exists() and place.local and not os.path.isdir(place.url):
+    if place.local and place.exists() and not place.is_folder():
         return NotFound(f"{place} is a file, not a checkpoint's folder", hint="give the folder that it lies in")
     above = steps(place.parent) if place.parent.exists() else []
     hint = f"{place.parent} has the steps {', '.join(map(str, above[-5:]))}" if above else "check the path"
@@ -171,7 +171,7 @@ def latest(root: Folder) -> Folder | None:
 
 def delete(place: Folder) -> None:
     """Deletes a checkpoint so that no reader ever sees a part of it."""
-    if not place.local or os.path.islink(place.url):
+    if not place.local or place.is_link():
         place.remove(first=_manifest.NAME)
         return
     aside = place.parent / f"{place.name}{TMP}{secrets.token_hex(8)}"
@@ -258,7 +258,7 @@ def check_free(target: Folder, *, overwrite: bool) -> None:
         raise Exists(f"{target} would lie inside the checkpoint {target.parent}", hint="choose another path")
     if not target.exists():
         return
-    if target.local and (os.path.islink(target.url) or not os.path.isdir(target.url)):
+    if target.local and (target.is_link() or not target.is_folder()):
         raise Exists(f"a file or link is in the way: {target}", hint="choose another path; ckpt_jax does not delete it")
     entries = target.entries()
     if _manifest.NAME in entries or (overwrite and lost_its_manifest(target)):

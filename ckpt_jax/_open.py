@@ -92,6 +92,7 @@ class LazyArray:
 
         Raises:
             Corrupt: a chunk is not what the manifest says.
+            OSError: storage did not give what lies there; that is not known to be damage.
         """
         if self._leaf.stored:
             return self._checkpoint._read(self.name, self._leaf, index)

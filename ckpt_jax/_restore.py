@@ -68,6 +68,7 @@ def restore(
         NotFound: nothing is committed at `path`.
         Mismatch: `like` has another structure, shape or dtype.
         Corrupt: a chunk is not what the manifest says; names leaf, chunk and file.
+        OSError: storage did not give what lies there; that is not known to be damage.
         Unsupported: a newer version wrote it, or `like` holds an abstract mesh.
 
     >>> import jax, jax.numpy as jnp, ckpt_jax as ck

@@ -183,7 +183,7 @@ class Folder:
         """
         if not self.local:
             return set(names)
-        return set() if os.path.islink(self.url) else {name for name, size in self._sizes(names) if size is not None}
+        return set() if self.is_link() else {name for name, size in self._sizes(names) if size is not None}
 
     @_os_errors
     def files(self) -> dict[str, int]:
@@ -220,7 +220,7 @@ class Folder:
 
         @functools.cache  # A folder is looked at once, not for each of its files.
         def is_inside(folder: str) -> bool:
-            return not folder or (is_inside(os.path.dirname(folder)) and not os.path.islink(self._path(folder)))
+            return not folder or (is_inside(os.path.dirname(folder)) and not stat.S_ISLNK(_mode(self._path(folder))))
 
         for name in names:
             yield name, self._size(name) if is_inside(os.path.dirname(name)) else None
@@ -249,7 +249,14 @@ class Folder:
 
     def exists(self) -> bool:
         """Whether anything is there: on a bucket, a folder exists by what it holds."""
-        return os.path.lexists(self.url) if self.local else bool(self.entries())
+        return _mode(self.url) != 0 if self.local else bool(self.entries())
+
+    def is_link(self) -> bool:
+        return self.local and stat.S_ISLNK(_mode(self.url))
+
+    def is_folder(self) -> bool:
+        """Whether it is a folder on a file system, or a link to one."""
+        return self.local and _is_folder(self.url)
 
     # --- writing ---
 
@@ -308,15 +315,15 @@ class Folder:
             return
         missing = []
         at = self.url
-        while not os.path.isdir(at):
+        while not _is_folder(at):
             missing.append(at)
             at = os.path.dirname(at)
         for path in reversed(missing):
-            while not os.path.isdir(path):  # Another process may be first, or take a new attempt for a leftover.
+            while not _is_folder(path):  # Another process may be first, or take a new attempt for a leftover.
                 try:
                     os.mkdir(path)
                 except FileExistsError as error:
-                    if os.path.lexists(path) and not os.path.isdir(path):
+                    if _mode(path) and not _is_folder(path):
                         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from error
             _fsync(os.path.dirname(path))
         for name in folders:
@@ -332,7 +339,7 @@ class Folder:
     def remove(self, *, first: str = "") -> None:
         """Deletes the folder with all that is in it; never through a link. `first` goes before all else."""
         if self.local:
-            if os.path.islink(self.url):
+            if self.is_link():
                 os.unlink(self.url)
                 return
             shutil.rmtree(self.url, onerror=_unless_gone)
@@ -452,12 +459,15 @@ class Folder:
         except BlockingIOError:
             pass
         except OSError:  # No locks here: an attempt is dead if nothing has moved in it for long.
-            paths = (os.path.join(at, name) for at, _, names in os.walk(self.url) for name in ("", *names))
-            if time.time() - max(map(_modified, paths), default=0) > IDLE_SECONDS:
-                return fd
+            with contextlib.suppress(OSError):  # Nor where it cannot be seen whether something does.
+                walk = os.walk(self.url, onerror=_unless_absent)
+                paths = (os.path.join(at, name) for at, _, names in walk for name in ("", *names))
+                if time.time() - max(map(_modified, paths), default=0) > IDLE_SECONDS:
+                    return fd
         else:
-            if os.path.exists(self.url):  # Else it was committed since it was opened.
-                return fd
+            with contextlib.suppress(OSError):
+                if _mode(self.url):  # Else it was committed since it was opened.
+                    return fd
         os.close(fd)
         return None
 
@@ -567,11 +577,31 @@ def _kv(place: Folder) -> Any:
     return ts.KvStore.open(place.spec(), context=place.context()).result()
 
 
+def _mode(path: str, *, follow: bool = False) -> int:
+    """What lies at a path; 0 if nothing does.
+
+    Not `os.path.exists` and its like, by which a disk that is in trouble has nothing on it.
+    """
+    try:
+        return os.stat(path, follow_symlinks=follow).st_mode
+    except OSError as error:
+        if error.errno in _NO_FILE:
+            return 0
+        raise
+
+
+def _is_folder(path: str) -> bool:
+    return stat.S_ISDIR(_mode(path, follow=True))
+
+
 def _modified(path: str) -> float:
+    """When something was last changed there; 0 if nothing is there."""
     try:
         return os.lstat(path).st_mtime
-    except OSError:
-        return 0
+    except OSError as error:
+        if error.errno in _NO_FILE:
+            return 0
+        raise
 
 
 @contextlib.contextmanager

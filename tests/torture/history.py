@@ -163,8 +163,14 @@ def version_at(place: Path, step: int) -> int:
 
 
 def _bytes(tree: dict[str, Any]) -> list[bytes]:
-    plain = tree | {"key": jax.random.key_data(tree["key"])}
+    key = tree["key"]  # As `open` gives it: its numbers.
+    plain = tree | {"key": jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key}
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(plain)]
+
+
+def differs(found: dict[str, Any], step: int) -> bool:
+    """Whether a state is not that of a step, to the last bit."""
+    return _bytes(found) != _bytes(tree(step))
 
 
 def seen(root: Path, promise: Promise) -> list[str]:

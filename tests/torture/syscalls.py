@@ -1,8 +1,8 @@
 """Another process's operations on files, each seen before it happens: recorded, failed, torn, held up, or its last.
 
-The kernel asks (`seccomp_unotify`) before each system call that changes files, from whichever thread it comes, also
-from TensorStore's. `strace -e inject` counts for each thread by itself, so that most operations of a thread that lives
-shortly could not be reached; this counts them in the order in which they come.
+The kernel asks (`seccomp_unotify`) before each system call that changes files, or reads them, from whichever thread it
+comes, also from TensorStore's. `strace -e inject` counts for each thread by itself, so that most operations of a thread
+that lives shortly could not be reached; this counts them in the order in which they come.
 """
 
 import ctypes
@@ -37,7 +37,8 @@ class Operation(NamedTuple):
     """A system call that is about to happen; or a line that the process prints.
 
     Attributes:
-        kind: write, fsync, create (a file, or make it empty), rename, exchange, unlink, rmdir, mkdir, truncate; say.
+        kind: write, fsync, create (a file, or make it empty), rename, exchange, unlink, rmdir, mkdir, truncate; where
+            reads are watched too, open, read, list and stat; say.
         path: which file or folder, relative to the root.
         to: what it is to be called, of a rename.
         at, data: what is to be written where; of a truncate, the size.
@@ -84,6 +85,22 @@ _OPENS = {2: ("create", "path", "flags"), 257: ("create", "dirfd", "path", "flag
 # Nothing here understands these yet: who begins to use one is told so.
 _OTHERS = dict.fromkeys([40, 76, 85, 86, 88, 265, 266, 275, 285, 326, 328, 425, 437], ("other",))
 _FOR_WRITING = os.O_CREAT | os.O_TRUNC
+_READS = {
+    2: ("open", "path", "flags"),
+    257: ("open", "dirfd", "path", "flags"),
+    0: ("read", "fd"),
+    17: ("read", "fd"),
+    19: ("read", "fd"),
+    295: ("read", "fd"),
+    327: ("read", "fd"),
+    78: ("list", "fd"),
+    217: ("list", "fd"),
+    4: ("stat", "path"),
+    5: ("stat", "fd"),
+    6: ("stat", "path"),
+    262: ("stat", "dirfd", "path"),
+    332: ("stat", "dirfd", "path"),
+}
 
 _RECEIVE, _SEND, _IS_VALID = 0xC0502100, 0xC0182101, 0x40082102  # SECCOMP_IOCTL_NOTIF_RECV, _SEND and _ID_VALID
 _GO_ON = 1  # SECCOMP_USER_NOTIF_FLAG_CONTINUE
@@ -100,14 +117,14 @@ class _Program(ctypes.Structure):
     _fields_ = (("len", ctypes.c_ushort), ("lines", ctypes.POINTER(_Line)))
 
 
-def be_watched(address: str) -> None:
+def be_watched(address: str, reads: bool) -> None:
     """From here on each operation waits for the answer of who listens at the address."""
     load, equal, has_bits, give = 0x20, 0x15, 0x45, 0x06
     ask, allow = (give, 0, 0, 0x7FC00000), (give, 0, 0, 0x7FFF0000)
     lines = [(load, 0, 0, 0)]
-    for number in _CALLS | _OTHERS:
+    for number in _CALLS | _OTHERS | (_READS if reads else {}):
         lines += [(equal, 0, 1, number), ask]
-    for number, (_, *arguments) in _OPENS.items():
+    for number, (_, *arguments) in _OPENS.items() if not reads else ():
         flags = 16 + 8 * arguments.index("flags")
         lines += [(equal, 0, 4, number), (load, 0, 0, flags), (has_bits, 0, 1, _FOR_WRITING), ask, allow]
     lines.append(allow)
@@ -146,14 +163,14 @@ class Watched:
         return self.child.returncode
 
 
-def watch(script: str, root: Path, decide: Decide, *arguments: str) -> Watched:
+def watch(script: str, root: Path, decide: Decide, *arguments: str, reads: bool = False) -> Watched:
     """Starts a script, and asks `decide` about each operation in the root and below, and each line that it prints."""
     address = f"torture-{uuid.uuid4()}"
     with socket.socket(socket.AF_UNIX) as server:
         server.bind("\0" + address)
         server.listen()
         server.settimeout(60)
-        prologue = f"from tests.torture import syscalls; syscalls.be_watched({address!r})"
+        prologue = f"from tests.torture import syscalls; syscalls.be_watched({address!r}, {reads})"
         watched = Watched(Child(f"{prologue}\n{script}", *arguments))
         connection, _ = server.accept()
     with connection:
@@ -242,10 +259,12 @@ class _Watcher:
 
     def _operation(self, thread: int, number: int, values: list[int]) -> Operation | None:
         """None for one that is about nothing in the root."""
-        kind, *names = (_CALLS | _OTHERS | _OPENS)[number]
+        kind, *names = (_CALLS | _OTHERS | _READS | _OPENS)[number]
         if kind == "other":
             raise NotImplementedError(f"system call {number}: what comes of it is not known here")
         given = dict(zip(names, values, strict=False))
+        if kind == "create" and not given["flags"] & _FOR_WRITING:
+            kind = "open"
         memory = functools.partial(_memory, thread)
         if "fd" in given:
             link = _link(thread, given["fd"])
