@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import data as data
+    from . import plan as plan
     from ._diff import diff as diff
     from ._health import Health as Health
     from ._host_rng import HostRNG as HostRNG
     from ._leaves import register_leaf as register_leaf
     from ._open import open as open
+    from ._pace import Every as Every
     from ._replicas import replica_mismatches as replica_mismatches
     from ._restore import restore as restore
     from ._retain import Best as Best
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
     from .errors import Unhealthy as Unhealthy
     from .errors import Unsupported as Unsupported
     from .prove import prove_resume as prove_resume
-    from .saver import Every as Every
     from .saver import Saver as Saver
 
 _HOMES = {
@@ -46,13 +47,14 @@ _HOMES = {
     "Keep": "_retain",
     "Best": "_retain",
     "Saver": "saver",
-    "Every": "saver",
+    "Every": "_pace",
     "Health": "_health",
     "HostRNG": "_host_rng",
     "replica_mismatches": "_replicas",
     "prove_resume": "prove",
     "register_leaf": "_leaves",
     "data": "data",
+    "plan": "plan",
     **dict.fromkeys(
         ("CheckpointError", "NotFound", "Exists", "Mismatch", "Corrupt", "Unsupported", "Unhealthy"), "errors"
     ),

@@ -6,6 +6,7 @@ attempt writes below a name of its own, and the manifest, which comes last, is a
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import platform
@@ -72,9 +73,13 @@ def _not_found(place: Folder) -> NotFound:
             [Fault(place.url, _manifest.NAME, _few(entries))],
             hint="a save that did not finish does not count; `ckpt-jax ls` on the folder above lists what does",
         )
+    if place.is_link() and not place.is_folder():
+        return NotFound(f"{place} is a link that leads nowhere", hint="is a disk not mounted?")
     if place.local and place.exists() and not place.is_folder():
         return NotFound(f"{place} is a file, not a checkpoint's folder", hint="give the folder that it lies in")
-    above = steps(place.parent) if place.parent.exists() else []
+    above = []
+    with contextlib.suppress(OSError):  # It is for advice only.
+        above = steps(place.parent)
     hint = f"{place.parent} has the steps {', '.join(map(str, above[-5:]))}" if above else "check the path"
     return NotFound(f"there is nothing at {place}", hint=hint)
 
@@ -140,20 +145,36 @@ def is_bad(place: Folder) -> bool:
     return place.read(BAD, 0, 1) is not None
 
 
-def lost_its_manifest(place: Folder) -> bool:
-    """Whether arrays are there without a manifest: in a folder, which is renamed when all is in it, that is damage.
+def was_one(place: Folder) -> bool:
+    """Whether what can no longer be taken for a checkpoint was one: a step's folder comes whole, so that is damage.
 
-    In a bucket any attempt that did not come to its end looks like that.
+    Its manifest is gone, or is no plain file; or a link leads nowhere, as where a disk is not mounted. In a bucket any
+    attempt that did not come to its end looks like that.
     """
-    names = place.entries() if place.local else []
-    return "state" in names and _manifest.NAME not in names
+    if not place.local:
+        return False
+    lost = place.is_link() and not place.is_folder()
+    return lost or not {*_OURS, _manifest.NAME}.isdisjoint(place.entries())
 
 
-def good(root: Folder) -> Iterator[tuple[int, Manifest]]:
-    """The steps whose manifest is whole, whose files are all there, and that nobody marked; the newest first."""
+def aside(place: Folder, word: str) -> Folder:
+    """Gives a folder another name, which says what befell it and when, and under which it counts no longer."""
+    name = f"{place.name}.{word}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    to = next(place.parent / free for free in names if not (place.parent / free).exists())
+    place.rename(to)
+    return to
+
+
+def good(root: Folder, unread: dict[int, OSError] | None = None) -> Iterator[tuple[int, Manifest]]:
+    """The steps whose manifest is whole, whose files are all there, and that nobody marked; the newest first.
+
+    Raises:
+        OSError: one cannot be read; unless such are to be noted in `unread`.
+    """
     for step in candidates(root):
         place = root / str(step)
-        with contextlib.suppress(CheckpointError):
+        try:
             manifest = load_data(place)
             while missing_files(place, manifest):
                 before, manifest = manifest, load_data(place)
@@ -162,6 +183,12 @@ def good(root: Folder) -> Iterator[tuple[int, Manifest]]:
             else:
                 if manifest.step == step and not is_bad(place):
                     yield step, manifest
+        except CheckpointError:
+            continue
+        except OSError as error:
+            if unread is None:
+                raise
+            unread[step] = error
 
 
 def latest(root: Folder) -> Folder | None:
@@ -169,17 +196,21 @@ def latest(root: Folder) -> Folder | None:
     return next((root / str(step) for step, _ in good(root)), None)
 
 
-def delete(place: Folder) -> None:
-    """Deletes a checkpoint so that no reader ever sees a part of it."""
+def delete(place: Folder) -> OSError | None:
+    """Deletes a checkpoint so that no reader ever sees a part of it; returns what kept its space from being freed."""
     if not place.local or place.is_link():
         place.remove(first=_manifest.NAME)
-        return
-    aside = place.parent / f"{place.name}{TMP}{secrets.token_hex(8)}"
+        return None
+    gone = place.parent / f"{place.name}{TMP}{secrets.token_hex(8)}"
     try:
-        place.rename(aside)
+        place.rename(gone)
     except FileNotFoundError:  # Another process is deleting it.
-        return
-    aside.remove()
+        return None
+    try:
+        gone.remove()
+    except OSError as error:
+        return error
+    return None
 
 
 def clear(target: Folder) -> None:
@@ -190,9 +221,11 @@ def clear(target: Folder) -> None:
         if not name.startswith(target.name + TMP):
             continue
         leftover = target.parent / name
-        if name.endswith(TMP + _OLD) and not target.exists():
-            if not leftover.is_locked():  # Killed between the two renames of a replacement: the old one is the newest.
-                leftover.rename(target)
+        if name.endswith(TMP + _OLD) and not target.exists() and leftover.is_folder() and not leftover.is_link():
+            # Killed between the two renames of a replacement, the old one is the newest. Whoever lives has it locked.
+            if not leftover.is_locked():
+                with contextlib.suppress(Exists, FileNotFoundError):  # Or just came to the end of it.
+                    leftover.rename(target)
         else:
             with contextlib.suppress(OSError):  # It is in nobody's way; `ckpt-jax ls` goes on telling of it.
                 leftover.remove_if_idle()
@@ -225,7 +258,8 @@ def point_back(place: Folder) -> None:
 class Attempt:
     """One attempt to write a checkpoint: where its files go until it counts.
 
-    Once it is `placed`, its folder has the target's name, and under its own may lie what it replaced.
+    Once it is `placed`, its folder has the target's name, and under its own may lie what it replaced. What a run has
+    `refused`, told by its identity, and stands in the way, is put aside.
     """
 
     target: Folder
@@ -233,6 +267,7 @@ class Attempt:
     nonce: str
     overwrite: bool = False
     state: str = "state"
+    refused: str = ""
     placed: bool = False
     lock: int | None = field(default=None, repr=False)
 
@@ -261,7 +296,7 @@ def check_free(target: Folder, *, overwrite: bool) -> None:
     if target.local and (target.is_link() or not target.is_folder()):
         raise Exists(f"a file or link is in the way: {target}", hint="choose another path; ckpt_jax does not delete it")
     entries = target.entries()
-    if _manifest.NAME in entries or (overwrite and lost_its_manifest(target)):
+    if _manifest.NAME in entries:
         if not overwrite:
             raise Exists(
                 f"there is a checkpoint at {target} already",
@@ -287,27 +322,30 @@ def _foreign(target: Folder, entries: list[str]) -> list[str]:
     try:
         known = set(load(target).files)
     except (CheckpointError, OSError):  # Damaged, or another step's: then what is ours is told by the names.
-        inside = [] if _manifest.NAME in entries else [f"state/{name}" for name in (target / "state").entries()]
-        odd = [name for name in entries if name not in {*_OURS, _manifest.NAME, BAD, f"{BAD}.tmp"}]
-        return odd + [name for name in inside if not _IN_STATE.match(name)]
+        return [name for name in entries if name not in {*_OURS, _manifest.NAME, BAD, f"{BAD}.tmp"}]
     return [name for name in target.files() if name not in {*known, _manifest.NAME, BAD, f"{BAD}.tmp"}]
 
 
 _OURS = {"state", "_CHECKPOINT_METADATA", "orbax.checkpoint", "commit_success.txt"}
-_IN_STATE = re.compile(
-    r"state/(ocdbt\.process_[0-9]+|manifest\.ocdbt|d|array_metadatas|_METADATA|_sharding|_strings\.json)\Z"
-)
 
 
-def begin(target: Folder, *, overwrite: bool) -> Attempt:
-    """Starts an attempt, in one process: the way is free, leftovers are gone, and there is a folder to write in."""
-    check_free(target, overwrite=overwrite)
+def begin(target: Folder, *, overwrite: bool, refused: str = "") -> Attempt:
+    """Starts an attempt, in one process: the way is free, leftovers are gone, and there is a folder to write in.
+
+    Where what stands in the way is what a run has refused to resume from, that is put aside later.
+    """
+    try:
+        check_free(target, overwrite=overwrite)
+        refused = ""
+    except (Exists, OSError):  # OSError: it cannot even be looked into.
+        if not refused or target.identity() != refused:
+            raise
     nonce = secrets.token_hex(8)
     if not target.local:
         return Attempt(target, target, nonce, overwrite, f"state.{nonce}")
     target.parent.make()
     clear(target)
-    attempt = Attempt(target, target.parent / f"{target.name}{TMP}{nonce}", nonce, overwrite)
+    attempt = Attempt(target, target.parent / f"{target.name}{TMP}{nonce}", nonce, overwrite, refused=refused)
     try:
         while attempt.lock is None:  # Another save of this step may take the new folder for a leftover.
             attempt.folder.make()
@@ -362,7 +400,10 @@ def _put_in_place(attempt: Attempt) -> None:
     """Gives the attempt the target's name; what it replaces goes once that is durable."""
     target, old = attempt.target, None
     try:
-        if attempt.overwrite and not {_manifest.NAME, "state"}.isdisjoint(target.entries()):
+        if attempt.refused and target.identity() == attempt.refused:
+            aside(target, "set-aside")
+            attempt.folder.rename(target)
+        elif attempt.overwrite and _manifest.NAME in target.entries():
             old = _replace(attempt)
         else:
             attempt.folder.rename(target)
@@ -372,7 +413,9 @@ def _put_in_place(attempt: Attempt) -> None:
     attempt.placed = True
     if old is not None:
         with contextlib.suppress(OSError):  # It is a leftover then, which the next save of this step removes.
-            old.remove()
+            if old != attempt.folder:  # Under a name that nobody takes for what a crash left of a replacement.
+                old.rename(attempt.folder)
+            attempt.folder.remove()
 
 
 def _replace(attempt: Attempt) -> Folder:
@@ -395,7 +438,7 @@ def _replace(attempt: Attempt) -> Folder:
         except Unsure:
             raise
         except BaseException:
-            with contextlib.suppress(Exists, FileNotFoundError):  # Another took the name, or did it.
+            with contextlib.suppress(Exists, FileNotFoundError, Unsure):  # Another took the name, or did it.
                 old.rename(target)
             raise
     finally:

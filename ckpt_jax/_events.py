@@ -3,23 +3,25 @@
 import contextlib
 import errno
 import json
+import math
 import os
 import queue
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from ._storage import Folder
 
 FILE = "events.jsonl"
+LARGEST = 1 << 30  # Bytes of it that are read.
 
 Kind = (
     Literal["started", "snapshot", "written", "committed", "skipped", "declined", "failed", "rejected"]
-    | Literal["resumed", "fell back", "warning", "pruned", "preempted", "closed"]
+    | Literal["resumed", "fell back", "warning", "pruned", "preempted", "planned", "closed"]
 )
 
 
@@ -31,7 +33,7 @@ class Event:
         kind: `started` (a Saver), `snapshot` (taken; training goes on), `written` (this process's part is durable),
             `committed` (the checkpoint exists), `skipped` (a save was due while one was being written), `declined` (a
             process was still writing), `failed`, `rejected` (the state was not healthy), `resumed`, `fell back` (a step
-            was damaged), `warning`, `pruned`, `preempted`, `closed`.
+            was damaged), `warning`, `pruned`, `preempted`, `planned` (how often to save from now on), `closed`.
         step: the step that it is about.
         process: in which process.
         time: seconds since 1970.
@@ -54,6 +56,22 @@ class Event:
         took = ", ".join(f"{phase} {value:.3g} s" for phase, value in self.seconds.items())
         parts = [self.kind if self.step is None else f"step {self.step} {self.kind}", self.message, took]
         return ": ".join(part for part in parts if part)
+
+
+def read(root: Folder) -> Iterator[dict[str, Any]]:
+    """The events that a run told, as far as they can be read: a crash may have cut a line off."""
+    data = b""
+    if root.local:
+        with contextlib.suppress(OSError):
+            data = root.read(FILE, most=LARGEST) or b""
+    for line in data.splitlines():
+        try:
+            event = json.loads(line)
+            event |= {"kind": str(event["kind"]), "time": float(event["time"]), "process": int(event.get("process", 0))}
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+            continue
+        if math.isfinite(event["time"]):
+            yield event
 
 
 class Log:

@@ -14,10 +14,14 @@ from .errors import CheckpointError, Corrupt, Fault, NotFound
 
 
 class Refusal(NamedTuple):
-    """Why a step was passed over, and whether that is damage: then it is marked, if the root is not read-only."""
+    """Why a step was passed over, whether that is damage, and what it was: its folder's identity.
+
+    Damage is marked, if the root is not read-only.
+    """
 
     why: str
     damaged: bool
+    what: str
 
 
 Refusals = dict[int, Refusal]
@@ -62,6 +66,8 @@ def _proposed(root: _storage.Folder, group: _processes.Group, turn: int, refused
     """The step that process 0 proposes to all."""
     if group.index == 0:
         try:
+            if turn == 0:
+                _commit.clear_all(root)
             place, manifest = _newest(root, refused, log)
         except BaseException as error:
             group.publish(f"proposal/{turn}", json.dumps({"failed": str(error)}))
@@ -92,12 +98,12 @@ def _newest(root: _storage.Folder, refused: Refusals, log: Log) -> Proposal:
                 continue
             return place, _commit.load(place)
         except NotFound as error:
-            if not _commit.lost_its_manifest(place):
+            if not _commit.was_one(place):
                 continue
             failure = error
         except (Corrupt, OSError) as error:
             failure = error
-        refused[step] = Refusal(_why(failure), not isinstance(failure, OSError))
+        refused[step] = Refusal(_why(failure), not isinstance(failure, OSError), place.identity())
         log.add("fell back", step, message=refused[step].why)
         if isinstance(failure, Corrupt):
             _commit.mark_bad(place, refused[step].why)
@@ -123,12 +129,12 @@ def _none_left(root: _storage.Folder, marked: list[int], refused: Refusals) -> C
 
 def _read(
     place: _storage.Folder, known: Manifest | None, like: Any
-) -> tuple[tuple[Manifest, Callable[[], Any]] | None, CheckpointError | OSError | None]:
+) -> tuple[tuple[Manifest, Callable[[], Any]] | None, Exception | None]:
     """The manifest, and what gives the state; or why not."""
     try:
         manifest = known or _commit.load(place)
         return (manifest, _restore.fetch(place, manifest, like)), None
-    except (CheckpointError, OSError) as error:
+    except Exception as error:  # noqa: BLE001  Raised once the others know: they wait for this process's word.
         return None, error
 
 
@@ -137,7 +143,7 @@ def _finished(finish: Callable[[], Any], group: _processes.Group, turn: int) -> 
     state, error = None, None
     try:
         state = finish()
-    except (CheckpointError, OSError) as failure:
+    except Exception as failure:  # noqa: BLE001  As above.
         error = failure
     verdict = "ok" if error is None else f"failed: {_why(error)}"
     verdicts = _exchange(group, turn, verdict, phase="take the state")
@@ -155,7 +161,8 @@ def _kind(error: Exception) -> str:
 def _why(error: Exception) -> str:
     """What was wrong, without advice: a mark is read long after."""
     faults = error.faults[:20] if isinstance(error, CheckpointError) else ()
-    return "; ".join(map(str, faults)) or (error.summary if isinstance(error, CheckpointError) else str(error))
+    plain = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+    return "; ".join(map(str, faults)) or (error.summary if isinstance(error, CheckpointError) else plain)
 
 
 def _exchange(group: _processes.Group, turn: int, verdict: str, phase: str = "read the checkpoint") -> list[str]:
@@ -191,7 +198,7 @@ def _pass_over(place: _storage.Folder, verdicts: list[str], group: _processes.Gr
     damaged = any(verdict.startswith("corrupt") for verdict in verdicts)
     if group.index == 0 and damaged:
         _commit.mark_bad(place, why)
-    return Refusal(why, damaged)
+    return Refusal(why, damaged, place.identity())
 
 
 # --- do the counts agree? ---------------------------------------------------------------------------------------------

@@ -1,8 +1,6 @@
 """A root of checkpoints: which steps are there, and which may go (no JAX)."""
 
-import itertools
 import math
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -169,7 +167,8 @@ def _number(value: Any) -> float:
 def prune(root: _storage.PathLike, keep: Keep, *, also: Iterable[int] = (), dry_run: bool = False) -> list[int]:
     """Deletes the checkpoints that `keep` does not ask for, and what killed saves left behind.
 
-    The newest good step always stays. Steps that are damaged, or were marked as such, are neither counted nor deleted.
+    The newest good step always stays. Steps that are damaged, or were marked as such, are neither counted nor deleted;
+    nor are those that cannot be read now, which are told at the end.
     A deletion that is interrupted leaves nothing that looks like a checkpoint; the next `prune` or save removes it.
 
     Args:
@@ -213,19 +212,25 @@ def swept(
     """As `prune`: the steps that were deleted, and those that could not be."""
     if not dry_run:
         _commit.clear_all(place)  # First: of a replacement that was killed midway it puts the old one back.
-    found = facts_of(place)
+    unread: dict[int, OSError] = {}
+    found = facts_of(place, unread)
     _check_metric(place, found, keep.best)
     stay = set(kept(found, keep, also))
     go = [step for step in found if step not in stay]
-    faults = []
-    if not dry_run:
-        _check_newest(place, found, go)
-        for step in go:
-            try:
-                _commit.delete(place / str(step))
-            except OSError as error:
-                faults.append(Fault(str(step), "to be deleted", str(error)))
-    return [step for step in go if str(step) not in {fault.place for fault in faults}], faults
+    faults = [Fault(str(step), "to be read, before it is counted or deleted", str(e)) for step, e in unread.items()]
+    if dry_run:
+        return go, []
+    _check_newest(place, found, go)
+    gone = []
+    for step in go:
+        try:
+            error = _commit.delete(place / str(step))
+            gone.append(step)
+        except OSError as failure:
+            error = failure
+        if error is not None:
+            faults.append(Fault(str(step), "to be deleted, and its space freed", str(error)))
+    return gone, faults
 
 
 def _check_metric(root: _storage.Folder, found: Mapping[int, Facts], best: Best | None) -> None:
@@ -252,11 +257,14 @@ def _check_newest(root: _storage.Folder, found: Mapping[int, Facts], go: Sequenc
         _verify.verify((root / str(max(found))).url).check()
 
 
-def facts_of(root: _storage.Folder) -> dict[int, Facts]:
-    """What the manifests of all good steps tell: whole, with all their files, not marked as damaged."""
+def facts_of(root: _storage.Folder, unread: dict[int, OSError] | None = None) -> dict[int, Facts]:
+    """What the manifests of all good steps tell: whole, with all their files, not marked as damaged.
+
+    Those that cannot be read are noted in `unread`, or else are an error.
+    """
     return {
         step: Facts(manifest.time, _values.unpack(manifest.metrics), manifest.milestone)
-        for step, manifest in sorted(_commit.good(root), key=lambda found: found[0])
+        for step, manifest in sorted(_commit.good(root, unread), key=lambda found: found[0])
     }
 
 
@@ -315,8 +323,4 @@ def _put_aside(root: _storage.Folder, later: int, step: int) -> str:
         if not _commit.is_bad(place):
             raise OSError(f"{_commit.BAD} could not be written")
         return str(later)
-    name = f"{later}.rolled-back-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
-    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-    aside = next(root / free for free in names if not (root / free).exists())
-    place.rename(aside)
-    return aside.name
+    return _commit.aside(place, "rolled-back").name

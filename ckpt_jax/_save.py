@@ -207,6 +207,7 @@ class Terms(NamedTuple):
 
     Attributes:
         overwrite: replace a checkpoint that is there.
+        refused: of a run: replace also one that is marked as damaged, and put aside what has this identity.
         health: what the state must fulfil; None to not look.
         before: how the leaves were in the last committed checkpoint.
         expected: digests of this process's chunks, which the snapshot must still have.
@@ -214,6 +215,7 @@ class Terms(NamedTuple):
     """
 
     overwrite: bool = False
+    refused: str | None = None
     health: _health.Health | None = None
     before: Mapping[str, _manifest.Health] = {}
     expected: Mapping[tuple[str, int], str] | None = None
@@ -241,7 +243,7 @@ def write(
 def _lead(
     target: _storage.Folder, manifest: Manifest, snapshot: Snapshot, group: _processes.Group, terms: Terms
 ) -> Manifest:
-    attempt = _begin(target, group, overwrite=terms.overwrite)
+    attempt = _begin(target, group, terms)
     try:
         parts = [_write_part(attempt, manifest, snapshot, group, terms), *_collect(attempt, group)]
         started = time.perf_counter()
@@ -275,9 +277,11 @@ def _raise_told(
     raise CheckpointError(otherwise if faults else f"{otherwise}: {why}", faults) from cause
 
 
-def _begin(target: _storage.Folder, group: _processes.Group, *, overwrite: bool) -> _commit.Attempt:
+def _begin(target: _storage.Folder, group: _processes.Group, terms: Terms) -> _commit.Attempt:
     try:
-        attempt = _commit.begin(target, overwrite=overwrite)
+        marked = terms.refused is not None and _commit.is_bad(target)
+        refused = target.identity() if marked else terms.refused or ""
+        attempt = _commit.begin(target, overwrite=terms.overwrite or marked, refused=refused)
     except BaseException as error:
         abstain(group, _told(error))
         raise

@@ -28,8 +28,8 @@ BEGIN_SECONDS = 60  # A new, empty folder without a lock for longer: whoever mad
 CONCURRENCY = 8  # Files written or read at once: enough to have several fsyncs under way.
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)\Z", re.DOTALL)
-# What the system says of a name that no file has: ELOOP of a link, ENXIO of a socket.
-_NO_FILE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EMLINK, errno.ENXIO, errno.ENAMETOOLONG}
+# What the system says of a name that no file has: ELOOP of a link.
+_NO_FILE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EMLINK, errno.ENAMETOOLONG}
 # TensorStore's own defaults wait 15 minutes for a server that is gone.
 _RETRIES = {"max_retries": 6, "initial_delay": "200ms", "max_delay": "5s"}
 
@@ -154,6 +154,8 @@ class Folder:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._path(name))
         try:
             done = 0
+            if start >= os.fstat(fd).st_size:  # A stranger's tree may say one that no system call takes.
+                return done
             while done < len(buffer) and (count := os.preadv(fd, [buffer[done:]], start + done)):
                 done += count
             return done
@@ -168,13 +170,16 @@ class Folder:
         try:
             fd = os.open(self._path(name), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError as error:
-            if error.errno in _NO_FILE:
+            if error.errno in _NO_FILE or error.errno == errno.ENXIO:  # Of a socket; elsewhere a disk is gone.
                 return None
             raise
-        if stat.S_ISREG(os.fstat(fd).st_mode):
-            return fd
-        os.close(fd)
-        return None
+        plain = False
+        try:
+            plain = stat.S_ISREG(os.fstat(fd).st_mode)
+        finally:
+            if not plain:
+                os.close(fd)
+        return fd if plain else None
 
     def plain(self, names: Iterable[str]) -> set[str]:
         """Which names are those of files, on a file system: not of links, nor of what lies behind a link.
@@ -398,25 +403,33 @@ class Folder:
 
         None if the folder is gone: someone took it for a leftover before it was locked.
         """
-        try:
-            fd = os.open(self.url, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return None
-        with contextlib.suppress(OSError):  # No locks here (NFS, Lustre): others then go by time.
-            fcntl.flock(fd, fcntl.LOCK_EX)
-        with contextlib.suppress(OSError):
-            if os.path.samestat(os.stat(self.url), os.fstat(fd)):  # Else it went, or another came in its place.
+        for attempt in range(3):
+            try:
+                fd = os.open(self.url, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                return None
+            with contextlib.suppress(OSError):  # No locks here (NFS, Lustre): others then go by time.
+                fcntl.flock(fd, fcntl.LOCK_EX)
+            # Another may have come in its place meanwhile. Some file systems number a folder anew each time.
+            if _mode(self.url) and (attempt == 2 or os.path.samestat(os.stat(self.url), os.fstat(fd))):
                 _locks.add(fd)
                 return fd
-        os.close(fd)
+            os.close(fd)
         return None
+
+    def identity(self) -> str:
+        """Which folder or link bears this name now; empty if none does, and on a bucket."""
+        try:
+            found = os.lstat(self.url) if self.local else None
+        except OSError:
+            return ""
+        return f"{found.st_dev}:{found.st_ino}" if found is not None else ""
 
     def is_locked(self) -> bool:
         """Whether somebody holds the folder's lock; no, where there are no locks."""
-        fd = None
-        with contextlib.suppress(FileNotFoundError):
+        try:
             fd = os.open(self.url, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        if fd is None:
+        except OSError:
             return False
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -516,13 +529,16 @@ _locks: set[int] = set()
 def unlock(lock: int) -> None:
     """Gives back what `Folder.lock` returned."""
     _locks.discard(lock)
+    with contextlib.suppress(OSError):
+        fcntl.flock(lock, fcntl.LOCK_UN)  # Also for a worker that was forked when nobody knew of this lock yet.
     os.close(lock)
 
 
 def _after_fork() -> None:
     """A worker that was forked amid a save has its locks too, and would keep them when who saved is dead."""
-    for lock in list(_locks):
-        unlock(lock)
+    for lock in _locks:
+        os.close(lock)
+    _locks.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork)

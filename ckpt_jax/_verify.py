@@ -23,6 +23,7 @@ class Report:
         path: the checkpoint.
         level: how far it looked.
         faults: all that is wrong; empty if nothing is.
+        unread: the errors of those of them that could not be read, and may be whole.
         chunks: chunks read back and compared.
         bytes: their bytes.
         seconds: how long it took.
@@ -34,6 +35,7 @@ class Report:
     chunks: int
     bytes: int
     seconds: float
+    unread: tuple[OSError, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -45,10 +47,14 @@ class Report:
             read = chunks if self.level == "chunks" else "all files there"
             return f"{self.path}: {read} ({_values.human(self.bytes)}, {self.seconds:.1f} s)"
         places = f"{len(self.faults)} place{'s' * (len(self.faults) != 1)}"
-        return "\n".join([f"{self.path}: damaged in {places}:", *(f"  {fault}" for fault in self.faults)])
+        what = "damaged" if len(self.unread) < len(self.faults) else "not to be read now, which may be no damage,"
+        return "\n".join([f"{self.path}: {what} in {places}:", *(f"  {fault}" for fault in self.faults)])
 
     def check(self) -> None:
-        """Raises Corrupt with all faults, if there is one."""
+        """Raises Corrupt with all faults, if there is one; OSError, if all that is known is what cannot be read."""
+        if self.faults and len(self.unread) == len(self.faults):
+            first = self.unread[0]
+            raise OSError(first.errno, str(self), self.path) from first
         if self.faults:
             raise _faults.damaged(_storage.folder(self.path), list(self.faults), verified=True)
 
@@ -94,9 +100,10 @@ def progress(path: _storage.PathLike, level: Level = "chunks") -> Iterator[tuple
         )
         return
     faults = _faults.of_files(place, manifest)
+    unread: list[OSError] = []
     chunks = done = 0
     if level == "chunks":
-        faults += _sidecar_faults(place, manifest, {fault.place for fault in faults})
+        faults += _sidecar_faults(place, manifest, {fault.place for fault in faults}, unread)
         total = manifest.nbytes
         bad = []
         source = _reading.Source(place / manifest.state, manifest.state_files)
@@ -114,10 +121,11 @@ def progress(path: _storage.PathLike, level: Level = "chunks") -> Iterator[tuple
             yield done, max(total, done)
         if bad:
             faults += _faults.chunk_faults(place, manifest, bad)
-        faults += _header_faults(source, manifest)
+            unread += [found for _, found in bad if isinstance(found, OSError)]
+        faults += _header_faults(source, manifest, unread)
         if faults:
             still_there(place, manifest)
-    yield Report(place.url, level, tuple(faults), chunks, done, time.perf_counter() - started)
+    yield Report(place.url, level, tuple(faults), chunks, done, time.perf_counter() - started, tuple(unread))
 
 
 def still_there(place: _storage.Folder, manifest: Manifest) -> None:
@@ -126,7 +134,9 @@ def still_there(place: _storage.Folder, manifest: Manifest) -> None:
         raise error
 
 
-def _sidecar_faults(place: _storage.Folder, manifest: Manifest, known: set[str]) -> Iterator[Fault]:
+def _sidecar_faults(
+    place: _storage.Folder, manifest: Manifest, known: set[str], unread: list[OSError]
+) -> Iterator[Fault]:
     for path, file in manifest.files.items():
         if not file.digest or path in known:
             continue
@@ -135,6 +145,7 @@ def _sidecar_faults(place: _storage.Folder, manifest: Manifest, known: set[str])
             for at in range(0, file.bytes, PIECE):
                 digest.update(place.read(path, at, PIECE) or b"")
         except OSError as error:
+            unread.append(error)
             yield Fault(path, f"digest {file.digest[:12]}…", str(error))
             continue
         found = digest.hexdigest()
@@ -142,7 +153,7 @@ def _sidecar_faults(place: _storage.Folder, manifest: Manifest, known: set[str])
             yield Fault(path, f"digest {file.digest[:12]}…", f"{found[:12]}…")
 
 
-def _header_faults(source: _reading.Source, manifest: Manifest) -> Iterator[Fault]:
+def _header_faults(source: _reading.Source, manifest: Manifest, unread: list[OSError]) -> Iterator[Fault]:
     """Where an array's own zarr.json, by which others read it, does not say what the manifest does."""
     stored = {name: leaf for name, leaf in manifest.leaves.items() if leaf.stored}
     reads = {name: source.small(f"{name}/zarr.json") for name in stored}
@@ -153,5 +164,7 @@ def _header_faults(source: _reading.Source, manifest: Manifest) -> Iterator[Faul
             found = source.nothing if value is None else "" if value == expected else "another"
         except (ValueError, OSError) as error:
             found = _reading.short(error)
+            if (trouble := _storage.trouble(error, source.place)) is not None:
+                unread.append(trouble)
         if found:
             yield Fault(name, "its zarr.json as it was written", found)

@@ -40,7 +40,7 @@ def main() -> None:
         app()
     except CheckpointError as error:
         _fail(str(error), DIFFERS if isinstance(error, Corrupt) else USAGE)
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, ImportError) as error:
         _fail(f"{type(error).__name__}: {error}", USAGE)
 
 
@@ -110,12 +110,15 @@ def _row(place: _storage.Folder) -> dict[str, Any] | None:
     try:
         manifest = _commit.load_data(place)
         missing = _commit.missing_files(place, manifest)
+        marked = _commit.is_bad(place)
+    except OSError as error:
+        return row | {"state": f"cannot be read now: {error}"}
     except NotFound:
         return row | {"state": f"not a checkpoint: no {_manifest.NAME}"}
     except CheckpointError as error:
         return row | {"state": f"damaged: {error.faults[0] if error.faults else error.summary}"}
     state = "ok"
-    if _commit.is_bad(place):
+    if marked:
         state = "marked as damaged"
     elif missing:
         state = f"damaged: {missing[0]}"
@@ -347,6 +350,47 @@ def demo(
     from . import demo as story
 
     raise typer.Exit(story.run(root, quick=quick))
+
+
+@app.command(epilog="Exit codes: 0 fine, 2 wrong usage, or a file that is no plan.")
+def plan(
+    file: Annotated[str | None, typer.Argument(help="A TOML file as in configs/plan.", show_default=False)] = None,
+    *,
+    as_json: Json = False,
+    plot: Annotated[str | None, typer.Option(metavar="OUT.svg", help="Draw the curve: .svg, .png or .pdf.")] = None,
+    compare: Annotated[str | None, typer.Option(metavar="OTHER.toml", help="Set another plan beside it.")] = None,
+    scale: Annotated[float, typer.Option(help="The same cluster so many times larger.", min=0.001, max=10_000)] = 1.0,
+    root: Annotated[
+        str | None, typer.Option("--from", metavar="ROOT", help="Take pause, write time, size and failures from a run.")
+    ] = None,
+) -> None:
+    """Says how often to save: what saves and failures cost, the best interval, storage, bandwidth, preemption."""
+    from . import _plan_file, _plan_report, _plan_run  # Here: `ls` has no need of them.
+
+    if file is None and root is None:
+        raise typer.BadParameter("give a plan's file, or --from ROOT, or both")
+
+    def summed(path: str | None) -> _plan_report.Sums:
+        setup = _plan_file.load(path) if path is not None else _plan_file.Setup()
+        setup = _plan_run.applied(setup, run) if run is not None else setup
+        return _plan_report.sums(setup if scale == 1 else _plan_file.scaled(setup, scale))
+
+    run = _plan_run.measured(root) if root is not None else None
+    found = summed(file)
+    other = summed(compare) if compare is not None else None
+    if plot is not None:
+        from . import _plan_plot
+
+        _plan_plot.save(found, plot)
+    if as_json:
+        _print_json(_plan_report.as_json(found, other, run))
+        return
+    if run is not None:
+        print(_plan_run.text(run) + "\n")
+    print(_plan_report.text(found))
+    if other is not None:
+        print("\n" + "-" * 100 + "\n\n" + _plan_report.text(other))
+        print("\n" + "-" * 100 + "\n\n" + _plan_report.compared(found, other))
 
 
 # --- printing ---------------------------------------------------------------------------------------------------------

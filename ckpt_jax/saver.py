@@ -3,6 +3,7 @@
 import atexit
 import collections
 import contextlib
+import functools
 import itertools
 import os
 import platform
@@ -11,48 +12,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 
-from . import _agree, _commit, _preempt, _processes, _resume, _retain, _save, _snapshot, _storage
+from . import _agree, _pace, _preempt, _processes, _resume, _retain, _save, _snapshot, _storage
 from ._events import Event, Log
 from ._health import Health
 from ._manifest import Manifest
+from ._pace import Every
 from ._retain import Keep
 from .errors import CheckpointError, Exists, Mismatch, Unhealthy
 
 Tree = TypeVar("Tree")
 _HEALTHY = Health()
 _numbers = itertools.count()  # Every process makes the same Savers in the same order.
-
-
-@dataclass(frozen=True, slots=True)
-class Every:
-    """How often to save: at every step that `steps` divides, and whenever so many minutes have gone by.
-
-    Attributes:
-        steps: None for no rule by steps.
-        minutes: since the save before was begun; None for no rule by time. With several processes, the first one
-            looks at the clock, and all save at the same step soon after.
-
-    >>> import ckpt_jax as ck
-    >>> ck.Every(steps=100)
-    Every(steps=100, minutes=None)
-    """
-
-    steps: int | None = None
-    minutes: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.steps is None and self.minutes is None:
-            raise ValueError("Every takes steps=, minutes=, or both")
-        if self.steps is not None and (isinstance(self.steps, bool) or not isinstance(self.steps, int)):
-            raise TypeError(f"steps is an int, not {self.steps!r}")
-        if self.steps is not None and self.steps < 1:
-            raise ValueError(f"steps is 1 or more, not {self.steps}")
-        if self.minutes is not None and not self.minutes > 0:
-            raise ValueError(f"minutes is more than 0, not {self.minutes!r}")
 
 
 class _Job(NamedTuple):
@@ -150,13 +123,13 @@ class Saver:
         self._log = Log(self._root, self._index, on_event)
         self._notice = _preempt.Notice(grace)
         self._told = False  # Whether the others have been told of it.
-        agrees = (every is not None and every.minutes is not None) or not self._notice.service
+        by_clock = every is not None and every.by_clock
+        agrees = by_clock or not self._notice.service
         client = _processes.client() if agrees else None
         self._meeting = _agree.Meeting(client, self._index, self._count, f"ckpt_jax/saver/{next(_numbers)}", self._warn)
         self._failures: list[BaseException] = []
         self._newest = collections.deque[int](maxlen=max(1, keep.last) if keep is not None else 1)  # Committed here.
         self._start_step = self._seen = 0  # Where it was resumed, and the last step that it was told of.
-        self._last = time.monotonic()
         self._took: float | None = None  # Seconds of the last write.
         self._before: Mapping[str, Any] = {}
         self._declined: list[_processes.Group] = []
@@ -173,6 +146,9 @@ class Saver:
         _at_the_end_of_a_worker()
         several = f", process {self._index} of {self._count}" if self._count > 1 else ""
         self._log.add("started", message=f"pid {self._pid} on {platform.node()}{several}")
+        self._pace = None  # Of the process that looks at the clock. It reads the events: also that of this start.
+        if every is not None and by_clock and self._index == 0:
+            self._pace = _pace.Pace(every, self._root, functools.partial(self._log.add, "planned"))
 
     # --- the run ---
 
@@ -180,8 +156,8 @@ class Saver:
         """The newest state that can be read, and the step to go on with; `(like, 0)` if there is none.
 
         A step that turns out damaged is marked, told of, and passed over; all processes agree. One that storage does
-        not give just now is passed over unmarked; when the run comes to that step again, it is replaced. Leftovers of
-        killed saves are removed. A checkpoint that is whole but does not fit `like` is an error.
+        not give just now is passed over unmarked; when the run comes to that step again, it is put aside under another
+        name. Leftovers of killed saves are removed. A checkpoint that is whole but does not fit `like` is an error.
 
         Raises:
             CheckpointError: there are checkpoints, and none of them can be read; Corrupt, if all are damaged.
@@ -191,8 +167,7 @@ class Saver:
         self._wait_for_writer()
         started = time.perf_counter()
         self._failures = []
-        if self._index == 0:
-            _commit.clear_all(self._root)
+        self._refused = {}
         group = _processes.group("resume", self._timeout)
         try:
             state, manifest, self._refused = _resume.resume(self._root, like, group, self._log)
@@ -211,7 +186,7 @@ class Saver:
         self._meeting.back_to(manifest.step)
         self._resumed = _Resumed(manifest.step, _resume.positions(manifest, state, self._index))
         self._start_step = self._seen = manifest.step
-        self._last = time.monotonic()
+        self._begun()
         return state, manifest.step
 
     def step(
@@ -332,9 +307,8 @@ class Saver:
         if self._notice.at is not None and not self._told and not self._notice.service:
             self._told = True
             self._meeting.call("stop")
-        minutes = self._every.minutes if self._every is not None else None
-        if minutes is not None and self._index == 0 and time.monotonic() - self._last >= 60 * minutes:
-            self._last = time.monotonic()
+        if self._pace is not None and self._pace.is_due(writing=not self._idle.is_set()):
+            self._pace.begun()
             self._meeting.call("save")
         return self._meeting.passed(step) | ({"stop"} if self._notice.reached(step) else set())
 
@@ -410,7 +384,7 @@ class Saver:
     ) -> bool:
         started = time.perf_counter()
         group = _processes.group(f"save/{step}", self._timeout)
-        self._last = time.monotonic()
+        self._begun()
         if not self._idle.is_set():
             self._decline(step, group)
             return False
@@ -461,6 +435,10 @@ class Saver:
             raise
         return True
 
+    def _begun(self) -> None:
+        if self._pace is not None:
+            self._pace.begun()
+
     def _warn_of_stalled(self, step: int, manifest: Manifest) -> None:
         """Once, at the first save after a resume: an iterator that only remembers its state starts the data anew."""
         resumed, self._resumed = self._resumed, None
@@ -498,7 +476,8 @@ class Saver:
         target = self._root / str(job.step)
         try:
             self._log.flush()
-            terms = job.terms._replace(overwrite=job.step in self._refused or _commit.is_bad(target))
+            refused = self._refused.get(job.step)
+            terms = job.terms._replace(refused=refused.what if refused is not None else "")
             manifest = _save.write(target, job.manifest, job.snapshot, job.group, terms)
         except BaseException as error:  # noqa: BLE001  Told at `wait`, `close`, or after so many in a row.
             self._failed(job.step, error)
@@ -510,6 +489,8 @@ class Saver:
             self._refused.pop(job.step, None)
             seconds = {"blocked": job.blocked, **manifest.seconds, "all": self._took}
             self._log.add("committed", job.step, bytes=manifest.nbytes, seconds=seconds)
+            if self._pace is not None:
+                self._pace.learn(job.blocked, self._took)
             self._prune()
         finally:
             declined, self._declined = self._declined, []
@@ -558,9 +539,13 @@ class Saver:
             return
         causes = self._failures
         self._failures = []
+        try:
+            hint = f"the newest good checkpoint is {_retain.latest(self._root.url) or 'none'}"
+        except OSError as error:  # It may be what ails the saves, too.
+            hint = f"the root cannot be read: {error}"
         raise CheckpointError(
             f"the last {len(causes)} saves failed:\n" + "\n".join(f"  {type(e).__name__}: {e}" for e in causes),
-            hint=f"the newest good checkpoint is {_retain.latest(self._root.url) or 'none'}",
+            hint=hint,
         ) from causes[-1]
 
 

@@ -13,14 +13,14 @@ PACKAGE = Path(ckpt_jax.__file__).parent
 
 # From the ground up; a module imports only from those before it. The floors are those of docs/architecture.md.
 FLOORS = [
-    ["errors", "_collector", "_direct", "_threads"],
-    ["_values", "_chunks", "_structure", "_manifest", "_tree"],
+    ["errors", "_collector", "_direct", "_threads", "_units"],
+    ["plan", "_values", "_chunks", "_structure", "_manifest", "_tree"],
     ["_leaves", "_storage", "_processes"],
     ["_ocdbt", "_ocdbt_writer", "_zarr", "_writing", "_reading", "_health", "_snapshot", "_orbax", "_place"],
     ["_commit", "_faults"],
     ["_save", "_restore", "_verify", "_retain", "_open", "_diff"],
-    ["_events", "_agree", "_preempt", "_resume", "_host_rng", "_replicas", "saver", "data", "prove"],
-    ["demo"],
+    ["_events", "_pace", "_agree", "_preempt", "_resume", "_host_rng", "_replicas", "saver", "data", "prove"],
+    ["demo", "plan_sim", "_plan_file", "_plan_report", "_plan_run", "_plan_plot"],
     ["cli"],
 ]
 ORDER = [name for floor in FLOORS for name in floor]
@@ -45,6 +45,7 @@ NO_JAX = [
     "_commit",
     "_faults",
 ]
+NO_JAX += ["_units", "plan", "plan_sim", "_pace", "_plan_file", "_plan_report", "_plan_run", "_plan_plot"]
 NO_JAX += ["_faults", "_verify", "_retain", "_open", "_diff", "cli"]
 
 

@@ -175,7 +175,10 @@ def test_what_cannot_be_read_is_not_said_to_be_damaged(tmp_path, monkeypatch, nu
     assert caught.value.errno == number
     report = ck.verify(tmp_path / "1")
     assert os.strerror(number) in str(report)
+    assert "not to be read now, which may be no damage" in str(report)
     assert not report.ok
+    with pytest.raises(OSError, match="not to be read now"):
+        report.check()
     monkeypatch.undo()
     assert ck.verify(tmp_path / "1").ok
 

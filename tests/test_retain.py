@@ -248,7 +248,7 @@ def test_what_a_killed_replacement_hid_counts_again_before_anything_goes(tmp_pat
 
 
 def test_two_rollbacks_in_one_second_do_not_meet(tmp_path, monkeypatch):
-    monkeypatch.setattr(_retain.time, "strftime", lambda *_: "20261130-041500")
+    monkeypatch.setattr(_commit.time, "strftime", lambda *_: "20261130-041500")
     aside = []
     for _ in range(3):
         filled(str(tmp_path), *({1, 2} - set(ck.steps(tmp_path))))
@@ -276,6 +276,35 @@ def test_what_cannot_be_deleted_is_told_and_the_others_go(tmp_path, monkeypatch)
             ck.prune(tmp_path, ck.Keep(last=1))
     assert ck.steps(tmp_path) == [2, 4]
     assert ck.prune(tmp_path, ck.Keep(last=1)) == [2]
+
+
+def test_what_cannot_be_read_is_neither_counted_nor_deleted_and_keeps_nothing_else(tmp_path, monkeypatch):
+    filled(str(tmp_path), 1, 2, 3, 4)
+    opened = os.open
+
+    def failing(path, *rest, **named):
+        if str(path) == str(tmp_path / "2" / "MANIFEST.json"):
+            raise OSError(errno.EIO, "Input/output error", path)
+        return opened(path, *rest, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", failing)
+        with pytest.raises(ck.CheckpointError, match=r"(?s)deleted: 1, 3:.*2: expected to be read.*Input"):
+            ck.prune(tmp_path, ck.Keep(last=1))
+        with pytest.raises(ck.NotFound):  # The advice that it comes with needs no other step.
+            ck.restore(tmp_path / "99")
+    assert ck.steps(tmp_path) == [2, 4]
+
+
+def test_what_is_deleted_and_frees_no_space_is_told(tmp_path, monkeypatch):
+    filled(str(tmp_path), 1, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda path, **_: (_ for _ in ()).throw(OSError(errno.EBUSY, "busy", path)))
+        with pytest.raises(ck.CheckpointError, match=r"(?s)deleted: 1:.*1: .* and its space freed"):
+            ck.prune(tmp_path, ck.Keep(last=1))
+    assert ck.steps(tmp_path) == [2]
+    assert ck.prune(tmp_path, ck.Keep(last=1)) == []
+    assert sorted(os.listdir(tmp_path)) == ["2", "LATEST"]
 
 
 def _failing_at(path):

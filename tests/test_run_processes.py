@@ -370,6 +370,91 @@ def test_minutes_are_agreed_on_ahead(tmp_path):
         assert [int(step) for step in re.findall(r"step (\d+) snapshot:", told)][: len(steps)] == steps
 
 
+def test_process_0_decides_how_often_for_all(tmp_path):
+    """By what its own saves take; the others hear of each save ahead, and none is declined."""
+    out = fine(
+        """
+        every = ck.Every.optimal(mtbf=0.5, least=0.2, most=2, jitter=0.5)
+        with ck.Saver(root, every=every, on_event=print_event) as saver:
+            for step in range(1, 10_000):
+                time.sleep(0.01 if index else 0.012)
+                saver.step(step, {"step": step, "w": W[:8]})
+                if step % 10 == 0 and agree(step, len(ck.steps(root)) >= 3): break
+        """,
+        tmp_path,
+        2,
+    )
+    steps = ck.steps(tmp_path)
+    for told in out:
+        assert [int(step) for step in re.findall(r"step (\d+) snapshot:", told)][: len(steps)] == steps
+    assert "planned: save every" in out[0]
+    assert "planned" not in out[1]
+
+
+def test_a_mark_that_one_process_cannot_read_ends_the_save_in_all_at_once(tmp_path):
+    out = fine(
+        """
+        with ck.Saver(root, on_event=print_event, timeout=60) as saver:
+            is_bad = _commit.is_bad
+            def failing(place): raise OSError(5, "Input/output error", str(place))
+            if index == 0: _commit.is_bad = failing
+            started = time.monotonic()
+            saver.save(1, state_at(1))
+            saver._idle.wait()
+            print("waited", round(time.monotonic() - started), flush=True)
+            _commit.is_bad = is_bad
+            saver.save(2, state_at(2))
+        """,
+        tmp_path,
+        2,
+    )
+    for told in out:
+        assert "step 1 failed" in told
+        assert "Input/output error" in told
+        assert int(re.search(r"waited (\d+)", told)[1]) < 30
+    assert ck.steps(tmp_path) == [2]
+
+
+def test_an_error_of_one_process_in_resume_is_heard_by_the_others_at_once(tmp_path):
+    fine(SAVE, tmp_path, 2)
+    codes, out = Run(
+        """
+        from ckpt_jax import _restore
+        def failing(*_, **__): raise MemoryError("no room")
+        if index == 1: _restore.fetch = failing
+        with ck.Saver(root, timeout=60) as saver:
+            started = time.monotonic()
+            try:
+                saver.resume(abstract())
+            finally:
+                print("waited", round(time.monotonic() - started), flush=True)
+        """,
+        tmp_path,
+        2,
+    ).wait()
+    assert 0 not in codes
+    assert "process 1 could not resume: MemoryError: no room" in out[0]
+    for told in out:
+        assert int(re.search(r"waited (\d+)", told)[1]) < 30
+    assert ck.steps(tmp_path, bad=True) == []
+
+
+def test_a_leftover_that_cannot_be_put_back_is_heard_by_the_others_at_once(tmp_path):
+    fine(SAVE, tmp_path, 2)
+    codes, out = Run(
+        """
+        def failing(root): raise PermissionError(13, "Permission denied", str(root))
+        _commit.clear_all = failing
+        with ck.Saver(root, timeout=60) as saver:
+            saver.resume(abstract())
+        """,
+        tmp_path,
+        2,
+    ).wait()
+    assert 0 not in codes
+    assert "process 0 could not propose a step to resume from" in out[1]
+
+
 def test_a_message_that_is_not_taken_is_an_error(tmp_path):
     out = fine(
         """

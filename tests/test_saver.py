@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -423,16 +424,75 @@ def test_where_none_can_be_read_now_that_is_not_called_damage(tmp_path, monkeypa
         assert saver.resume({"w": np.zeros(5000, int)})[1] == 3
 
 
-@pytest.mark.parametrize("what", ["no mark", "no manifest", "unreadable"])
-def test_a_run_that_comes_past_a_step_that_it_refused_replaces_it(tmp_path, monkeypatch, what):
-    """Also where that could not be marked: else that step would lose its save each time."""
+ODD = [
+    "no mark",
+    "no manifest",
+    "a manifest that is a link",
+    "a state that is a file",
+    "unreadable",
+    "Orbax's",
+    "a user's",
+]
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_a_run_that_comes_past_a_step_that_it_refused_puts_it_aside(tmp_path, monkeypatch, what):
+    """Also where that could not be marked: else that step would lose its save each time. Nothing is deleted."""
+    for step in (1, 2):
+        ck.save(tmp_path / str(step), {"w": np.full(5000, step)})
+    files, two = [], tmp_path / "2"
+    if what == "no mark":
+        _flip(two)
+        monkeypatch.setattr(_commit, "mark_bad", lambda *_: None)  # As on a disk without an inode left.
+    elif what == "no manifest":
+        (two / "MANIFEST.json").unlink()
+    elif what == "a manifest that is a link":
+        (two / "MANIFEST.json").rename(tmp_path / "elsewhere")
+        (two / "MANIFEST.json").symlink_to(tmp_path / "elsewhere")
+    elif what == "unreadable":
+        files = [str(path) for path in two.rglob("*") if path.is_file()]
+    else:
+        shutil.rmtree(two)
+        if what == "Orbax's":
+            from orbax.checkpoint import v1
+
+            v1.save(two, {"w": np.full(5000, 2)})
+        elif what == "a user's":
+            two.mkdir()
+            (two / "state").write_text("mine")
+        else:
+            ck.save(two, {"w": np.full(5000, 2)})
+            shutil.rmtree(two / "state")
+            (two / "state").write_text("a file")
+    there = {str(path.relative_to(two)): path.is_file() for path in two.rglob("*")}
+    opened = os.open
+    with monkeypatch.context() as patch, ck.Saver(tmp_path) as saver:
+        patch.setattr(os, "open", lambda path, *a, **k: opened(_tell(path, files), *a, **k))
+        with pytest.warns(UserWarning, match="step 2 cannot be read"):
+            assert saver.resume({"w": np.zeros(5000, int)})[1] == 1
+        files.clear()
+        saver.save(2, {"w": np.full(5000, 22)})
+        saver.wait()
+        assert ck.steps(tmp_path) == [1, 2]
+        assert ck.restore(tmp_path / "2")["w"][0] == 22
+        saver.save(2, {"w": np.full(5000, 23)})
+        saver._idle.wait()
+        assert isinstance(saver.last_error, ck.Exists)  # It is now a step like others.
+        saver.save(3, {"w": np.full(5000, 3)})
+    marked = what in ("a state that is a file",)
+    (aside,) = tmp_path.glob("2.set-aside-*")
+    left = {str(path.relative_to(aside)): path.is_file() for path in aside.rglob("*")}
+    assert {name: kind for name, kind in left.items() if name != "BAD.json" or not marked} == there
+    if what == "unreadable":
+        assert ck.verify(aside).ok
+
+
+@pytest.mark.parametrize("refusal", ["no manifest", "unreadable"])
+def test_what_another_wrote_since_a_step_was_refused_is_not_replaced(tmp_path, monkeypatch, refusal):
     for step in (1, 2):
         ck.save(tmp_path / str(step), {"w": np.full(5000, step)})
     files = []
-    if what == "no mark":
-        _flip(tmp_path / "2")
-        monkeypatch.setattr(_commit, "mark_bad", lambda *_: None)  # As on a disk without an inode left.
-    elif what == "no manifest":
+    if refusal == "no manifest":
         (tmp_path / "2" / "MANIFEST.json").unlink()
     else:
         files = [str(path) for path in (tmp_path / "2").rglob("*") if path.is_file()]
@@ -441,23 +501,61 @@ def test_a_run_that_comes_past_a_step_that_it_refused_replaces_it(tmp_path, monk
         patch.setattr(os, "open", lambda path, *a, **k: opened(_tell(path, files), *a, **k))
         with pytest.warns(UserWarning, match="step 2 cannot be read"):
             assert saver.resume({"w": np.zeros(5000, int)})[1] == 1
-        saver.save(2, {"w": np.full(5000, 22)})
-        saver.wait()
         files.clear()
-        assert ck.steps(tmp_path) == [1, 2]
-        assert ck.restore(tmp_path / "2")["w"][0] == 22
-        saver.save(2, {"w": np.full(5000, 23)})
+        shutil.move(tmp_path / "2", tmp_path / "old")
+        ck.save(tmp_path / "2", {"w": np.full(5000, 33)})
+        saver.save(2, {"w": np.full(5000, 22)})
         saver._idle.wait()
-        assert isinstance(saver.last_error, ck.Exists)  # It is now a step like others.
+        assert isinstance(saver.last_error, ck.Exists)
+        assert ck.restore(tmp_path / "2")["w"][0] == 33
         saver.save(3, {"w": np.full(5000, 3)})
-    assert sorted(os.listdir(tmp_path)) == ["1", "2", "3", "LATEST", "events.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "odd", ["a link", "a folder", "a pipe", "a step that is a link to nowhere", "nothing but sidecars"]
+)
+def test_where_the_only_checkpoint_cannot_be_taken_for_one_the_run_does_not_begin_anew(tmp_path, odd):
+    ck.save(tmp_path / "run" / "1", {"w": np.zeros(3)})
+    manifest = tmp_path / "run" / "1" / "MANIFEST.json"
+    if odd == "a step that is a link to nowhere":  # A disk that is not mounted.
+        (tmp_path / "run" / "1").rename(tmp_path / "disk")
+        (tmp_path / "run" / "1").symlink_to(tmp_path / "not mounted")
+    else:
+        manifest.rename(tmp_path / "elsewhere")
+        if odd == "a link":
+            manifest.symlink_to(tmp_path / "elsewhere")
+        elif odd == "a folder":
+            manifest.mkdir()
+        elif odd == "a pipe":
+            os.mkfifo(manifest)
+        else:
+            shutil.rmtree(tmp_path / "run" / "1" / "state")
+    (tmp_path / "run" / "2024").mkdir()
+    (tmp_path / "run" / "2024" / "notes.txt").write_text("A folder of a user's, which was never a checkpoint.")
+    with ck.Saver(tmp_path / "run") as saver, pytest.raises(ck.Corrupt, match="the only one is damaged"):
+        saver.resume({"w": np.zeros(3)})
+
+
+def test_the_causes_of_failed_saves_are_told_also_where_the_root_cannot_be_read(tmp_path, monkeypatch):
+    ck.save(tmp_path / "1", {"w": np.zeros(3)})
+    opened, files = os.open, [str(tmp_path / "1" / "MANIFEST.json")]
+    with ck.Saver(tmp_path, max_failures=1) as saver:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", lambda path, *a, **k: opened(_tell(path, files), *a, **k))
+            patch.setattr(os, "mkdir", lambda path, *a: _tell(path, [str(path)]))
+            saver.save(2, {"w": np.zeros(3)})
+            saver._idle.wait()
+            with pytest.raises(ck.CheckpointError, match=r"(?s)the last 1 saves failed.*the root cannot be read: "):
+                saver.step(3, {"w": np.zeros(3)})
+        saver.save(3, {"w": np.zeros(3)})
 
 
 def test_a_link_that_leads_to_itself_stands_in_no_runs_way(tmp_path):
     ck.save(tmp_path / "1", {"w": np.full(5000, 1)})
     (tmp_path / "5").symlink_to("5")
     with ck.Saver(tmp_path, keep=ck.Keep(last=1)) as saver:
-        assert saver.resume({"w": np.zeros(5000, int)})[1] == 1
+        with pytest.warns(UserWarning, match="step 5 cannot be read, .* is a link that leads nowhere"):
+            assert saver.resume({"w": np.zeros(5000, int)})[1] == 1
         saver.save(2, {"w": np.full(5000, 2)})
     assert ck.steps(tmp_path) == [2]
 
@@ -478,7 +576,9 @@ def test_what_cannot_be_pruned_keeps_nothing_else(tmp_path, monkeypatch):
         saver.save(4, {"w": np.zeros(3)})
     assert ck.steps(tmp_path) == [1, 4]
     assert [event.step for event in events if event.kind == "pruned"] == [2, 3]
-    assert any("could not prune: 1: expected to be deleted, found " in event.message for event in events)
+    assert any(
+        "could not prune: 1: expected to be deleted, and its space freed, found " in event.message for event in events
+    )
 
 
 def test_where_nothing_can_be_read_the_run_does_not_begin_anew(tmp_path):

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 import ckpt_jax as ck
-from ckpt_jax import _commit, _manifest, _storage
+from ckpt_jax import _commit, _manifest, _retain, _storage
 from ckpt_jax._storage import Folder, folder
 
 as_root = pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root may do this")
@@ -715,6 +715,7 @@ def test_overwriters_without_an_exchange_lose_nothing(tmp_path: Path, monkeypatc
     assert odd == []
     assert ck.restore(tmp_path / "1")["n"] in told
     assert ck.verify(tmp_path / "1").ok
+    _commit.clear_all(folder(tmp_path))  # Who found its place taken leaves the old one where it was.
     assert leftovers(tmp_path) == []
 
 
@@ -744,20 +745,85 @@ def test_a_forked_worker_keeps_no_lock(tmp_path: Path) -> None:
         process.communicate()
 
 
-@pytest.mark.parametrize("name", ["a file", "state/a file"])
-def test_a_folder_without_a_manifest_that_holds_other_things_is_left(tmp_path: Path, name: str) -> None:
-    ck.save(tmp_path / "1", TREE)
-    (tmp_path / "1" / _manifest.NAME).unlink()
+@pytest.mark.parametrize("name", ["state", "state/d/thesis.tex", "state/ocdbt.process_0/x", "_CHECKPOINT_METADATA"])
+def test_a_folder_without_a_manifest_is_nobodys_to_delete(tmp_path: Path, name: str) -> None:
+    """However much it looks like what is left of a checkpoint: it may be Orbax's, or a user's."""
+    (tmp_path / "1" / name).parent.mkdir(parents=True)
     (tmp_path / "1" / name).write_text("mine")
-    with pytest.raises(ck.Exists, match="not ckpt_jax's to delete"):
-        ck.save(tmp_path / "1", TREE, overwrite=True)
+    for overwrite in (False, True):
+        with pytest.raises(ck.Exists, match="not ckpt_jax's to delete"):
+            ck.save(tmp_path / "1", TREE, overwrite=overwrite)
     assert (tmp_path / "1" / name).read_text() == "mine"
-    (tmp_path / "1" / name).unlink()
-    with pytest.raises(ck.Exists, match="not ckpt_jax's to delete"):
-        ck.save(tmp_path / "1", TREE)
-    ck.save(tmp_path / "1", TREE, overwrite=True)
-    assert whole(tmp_path / "1")
     assert leftovers(tmp_path) == []
+
+
+def test_what_replaced_another_and_is_gone_brings_nothing_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The old one could not be deleted; it is no longer what a crash leaves of a replacement."""
+    monkeypatch.setattr(_storage, "_exchange", lambda *_: False)
+    for step in (1, 2):
+        ck.save(tmp_path / str(step), TREE)
+    with monkeypatch.context() as patch:
+        patch.setattr(_storage.shutil, "rmtree", lambda path, **_: _busy(path))
+        ck.save(tmp_path / "2", TREE | {"n": 8}, overwrite=True)
+    assert len(leftovers(tmp_path)) == 1
+    _retain.rollback(tmp_path, 1)
+    ck.prune(tmp_path, ck.Keep(last=1))
+    assert ck.steps(tmp_path) == [1]
+    assert leftovers(tmp_path) == []
+
+
+def _busy(path: str) -> None:
+    raise OSError(errno.EBUSY, "Device or resource busy", path)
+
+
+@pytest.mark.parametrize("odd", ["a file", "a pipe", "a link to itself", "a link to nowhere", "a folder"])
+def test_an_odd_leftover_stops_nobody(tmp_path: Path, odd: str) -> None:
+    ck.save(tmp_path / "1", TREE)
+    place = tmp_path / f"7{_commit.TMP}{_commit._OLD}"
+    if odd == "a file":
+        place.write_text("")
+    elif odd == "a pipe":
+        os.mkfifo(place)
+    elif odd == "a folder":
+        place.mkdir()
+    else:
+        place.symlink_to(place if odd == "a link to itself" else tmp_path / "nowhere")
+    with ck.Saver(tmp_path) as saver:
+        assert saver.resume(TREE)[1] == 1
+    ck.prune(tmp_path, ck.Keep(last=1))
+    ck.save(tmp_path / "7", TREE)
+    assert whole(tmp_path / "7")
+
+
+def test_a_descriptor_is_closed_also_where_nothing_can_be_told_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "x").write_text("x")
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", lambda fd: _busy("x"))
+        for _ in range(20):
+            with pytest.raises(OSError, match="busy"):
+                folder(tmp_path).read("x")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_place_that_no_system_call_takes_is_beyond_the_file(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("x")
+    for start in (1, 2**63 - 1, 2**63, 2**64):
+        assert folder(tmp_path).read("x", start, 1) == b""
+        assert folder(tmp_path).read_into("x", start, memoryview(bytearray(1))) == 0
+
+
+def test_a_lock_that_is_given_back_is_nobodys(tmp_path: Path) -> None:
+    """Also where a worker was forked when nobody knew of the lock yet."""
+    lock = folder(tmp_path).lock()
+    assert lock is not None
+    inherited = os.dup(lock)
+    assert folder(tmp_path).is_locked()
+    _storage.unlock(lock)
+    assert not folder(tmp_path).is_locked()
+    os.close(inherited)
 
 
 @pytest.mark.parametrize("when", ["write", "replace", "sync", "rename"])

@@ -1,0 +1,382 @@
+"""What a plan comes to: its sums step by step, in sentences, a table and JSON (no JAX)."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from . import plan
+from ._plan_file import Saves, Setup
+from ._units import HOUR, digits, duration, percent, size
+from .plan import Tier
+
+AROUND = (0.25, 0.5, 1.0, 2.0, 4.0)  # Intervals in the table, in parts of the best one.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """What one interval costs.
+
+    Attributes:
+        interval: seconds between the beginnings of two saves to shared storage.
+        stall, lost, restart, total: shares of the time, to first order.
+        goodput: share of the time in which the run gets ahead: exact for failures without memory; None with two tiers.
+        device_hours, money: what is wasted of the run; None where the plan does not tell its length and devices.
+        restarts: seconds of the run in which it starts again, and the failures are noticed.
+        what: "today", "optimum" or "".
+    """
+
+    interval: float
+    stall: float
+    lost: float
+    restart: float
+    total: float
+    goodput: float | None
+    device_hours: float | None
+    money: float | None
+    restarts: float | None
+    what: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sums:
+    """All that a plan comes to.
+
+    Attributes:
+        setup: what it was made from.
+        optimum: seconds between two saves; None if failures are not counted in.
+        young, daly: as of `ckpt_jax.plan`; of the failures that shared storage is needed for.
+        local: seconds between two saves to the local tier.
+        rows: what some intervals cost, in ascending order.
+        kept: bytes of the checkpoints that stay, and how many those are.
+        notices: for each its seconds, what a last save takes, and what it takes where one has just begun.
+    """
+
+    setup: Setup
+    optimum: float | None
+    young: float | None
+    daly: float | None
+    local: float | None
+    rows: tuple[Row, ...]
+    kept: tuple[float, float] | None
+    notices: tuple[tuple[float, float, float], ...]
+
+    @property
+    def today(self) -> Row | None:
+        return next((row for row in self.rows if "today" in row.what), None)
+
+    @property
+    def best(self) -> Row | None:
+        return next((row for row in self.rows if "optimum" in row.what), None)
+
+
+def as_json(found: Sums, other: Sums | None = None, run: Any = None) -> dict[str, Any]:
+    """The same facts, in seconds, bytes and shares; what is endless is null. `run` is what a run measured."""
+    facts = dataclasses.asdict(found)
+    if other is not None:
+        facts["compared"] = dataclasses.asdict(other)
+    if run is not None:
+        facts["measured"] = dataclasses.asdict(run)
+    return _finite(facts)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# --- the sums ---------------------------------------------------------------------------------------------------------
+
+
+def sums(setup: Setup) -> Sums:
+    """What a plan comes to."""
+    shared = setup.shared
+    says = shared.pause is not None or shared.write is not None
+    mtbf = setup.mtbf_of(shared.covers)
+    best = plan.optimum(shared.blocks, mtbf, write=shared.behind) if says and mtbf is not None else None
+    best = None if best == 0 else best
+    today = shared.interval
+    wanted = {factor * best for factor in AROUND if factor * best >= shared.blocks + shared.behind} if best else set()
+    wanted |= {today} if today is not None and says else set()
+    local = local_interval(setup)
+    kept = None
+    if setup.size is not None and setup.length is not None and (setup.last is not None or today or best):
+        chosen = {"last": setup.last, "daily": setup.daily}
+        held = plan.storage(setup.size, length=setup.length, interval=today or best, **chosen)
+        kept = (held, held / setup.size)
+    return Sums(
+        setup=setup,
+        optimum=best,
+        young=None if mtbf is None or not says else plan.young(shared.blocks, mtbf),
+        daly=None if mtbf is None or not says else plan.daly(shared.blocks, mtbf),
+        local=local,
+        rows=tuple(row(setup, interval, best=best) for interval in sorted(wanted)),
+        kept=kept,
+        notices=tuple((notice, *plan.last_save(shared.blocks, shared.behind)) for notice in setup.notices if says),
+    )
+
+
+def local_interval(setup: Setup) -> float | None:
+    """Seconds between two saves to the local tier: as is set, or the best."""
+    if setup.local is None:
+        return None
+    mtbf = setup.mtbf_of(setup.local.covers)
+    best = None if mtbf is None else plan.optimum(setup.local.blocks, mtbf, write=setup.local.behind)
+    return setup.local.interval or best or None
+
+
+def row(setup: Setup, interval: float, best: float | None = None) -> Row:
+    """What one interval between saves to shared storage costs."""
+    tiers = [(setup.shared, interval)]
+    if setup.local is not None and (local := local_interval(setup)) is not None:
+        tiers.append((setup.local, local))
+    classes = [(setup.mtbf_of(tier.covers) or math.inf, _as_tier(tier, every)) for tier, every in tiers]
+    waste = plan.tiered(classes, detection=setup.detection)
+    hours = setup.length / HOUR * setup.devices if setup.length is not None and setup.devices is not None else None
+    alone = None
+    if len(classes) == 1:
+        (mtbf, tier), at = classes[0], setup.detection
+        alone = plan.goodput(interval, tier.pause, mtbf, write=tier.write, restart=tier.restart, detection=at)
+    what = [name for name, at in (("today", setup.shared.interval), ("optimum", best)) if at == interval]
+    return Row(
+        interval=interval,
+        stall=waste.stall,
+        lost=waste.lost,
+        restart=waste.restart,
+        total=waste.total,
+        goodput=alone,
+        device_hours=None if hours is None else waste.total * hours,
+        money=None if hours is None or setup.price is None else waste.total * hours * setup.price,
+        restarts=None if setup.length is None else waste.restart * setup.length,
+        what=", ".join(what),
+    )
+
+
+def _as_tier(saves: Saves, interval: float) -> Tier:
+    return Tier(interval, saves.blocks, saves.behind, saves.restart)
+
+
+# --- in words ---------------------------------------------------------------------------------------------------------
+
+
+def text(found: Sums) -> str:
+    """The sums step by step, and the table."""
+    setup = found.setup
+    parts = [[setup.name or "plan"], [*_state(setup)], [*_failures(setup)], [*_saves(setup)], [*_best(found)]]
+    parts += [[*_at(found, each)] for each in (found.today, found.best) if each is not None]
+    parts += [[*_difference(found)], table(found), [*_kept(found)], [*_rates(found)], [*_notices(found)]]
+    return "\n\n".join("\n".join(part) for part in parts if part)
+
+
+def _state(setup: Setup) -> Iterator[str]:
+    if setup.size is None:
+        return
+    if setup.parameters is not None:
+        each = " + ".join(f"{part} {count:g}" for part, count in setup.recipe.items())
+        total = sum(setup.recipe.values())
+        yield f"A checkpoint: {_count(setup.parameters)} parameters × {total:g} bytes ({each}) = {size(setup.size)}."
+    else:
+        yield f"A checkpoint: {size(setup.size)}."
+    if setup.devices is not None and setup.nodes is not None:
+        shares = f"{size(setup.size / setup.nodes)} a node ({setup.nodes:,} nodes)"
+        yield f"  {shares}, {size(setup.size / setup.devices)} a device ({setup.devices:,} devices)."
+
+
+def _failures(setup: Setup) -> Iterator[str]:
+    if setup.mtbf is None:
+        return
+    if setup.observed is not None:
+        count, over, devices = setup.observed
+        on = f" on {devices:,.0f} devices" if devices != setup.devices else ""
+        here = f", so on {setup.devices:,}" if on and setup.devices else ":"
+        yield (
+            f"Failures: {count:,.0f} in {duration(over)}{on}{here} {digits(86_400 / setup.mtbf)} a day, "
+            f"one every {duration(setup.mtbf)}."
+        )
+    else:
+        yield f"Failures: one every {duration(setup.mtbf)}."
+    if setup.local is not None:
+        for tier, name in ((setup.local, "its node's own copy"), (setup.shared, "shared storage")):
+            mtbf = setup.mtbf_of(tier.covers)
+            kinds = " or ".join(kind for kind in tier.covers if setup.shares.get(kind))
+            if mtbf is not None:
+                yield f"  Of a {kinds}: one every {duration(mtbf)}; the run goes on from {name}."
+
+
+def _saves(setup: Setup) -> Iterator[str]:
+    named = [("A save", setup.shared)] + ([("A save to the nodes' own disks", setup.local)] if setup.local else [])
+    for name, tier in named:
+        if tier.pause is None and tier.write is None:
+            continue
+        if tier.pause is None:
+            yield f"{name}: training waits for all of it, {duration(tier.blocks)} (synchronous)."
+        elif tier.write is None:
+            yield f"{name}: training waits {duration(tier.pause)}; how long the write behind it takes is not said."
+        else:
+            behind = f"the write takes {duration(tier.write)} behind it (two-stage)"
+            yield f"{name}: training waits {duration(tier.pause)}; {behind}."
+
+
+def _best(found: Sums) -> Iterator[str]:
+    setup, shared = found.setup, found.setup.shared
+    mtbf = setup.mtbf_of(shared.covers)
+    if found.optimum is None or found.young is None or found.daly is None or mtbf is None:
+        return
+    yield (
+        f"The best interval: √(2 × {duration(shared.blocks)} × {duration(mtbf)}) = {duration(found.young)} (Young); "
+        f"{duration(found.daly)} of training between two saves (Daly)."
+    )
+    if found.optimum > found.young:
+        yield f"  A save takes {duration(found.optimum)}, and the next one begins after it: so that is the best."
+    if found.optimum > mtbf / 4:
+        yield "  It comes near the time between failures, where these sums are too large: the column goodput is exact."
+    if setup.local is not None and found.local is not None and (often := setup.mtbf_of(setup.local.covers)) is not None:
+        blocks = duration(setup.local.blocks)
+        yield f"  On the nodes' own disks: √(2 × {blocks} × {duration(often)}), {duration(found.local)}."
+
+
+def _at(found: Sums, each: Row) -> Iterator[str]:
+    setup, shared = found.setup, found.setup.shared
+    mtbf = setup.mtbf_of(shared.covers)
+    every = duration(each.interval)
+    yield f"Every {every}{' (today)' if each is found.today and each is not found.best else ''}:"
+    if setup.local is not None:
+        shares = f"{percent(each.stall)} stall + {percent(each.lost)} lost + {percent(each.restart)} restart"
+        yield f"  {shares}, both tiers together"
+    else:
+        stall = f"{duration(shared.blocks)} / {every} = {percent(each.stall)} stall"
+        yield f"  {stall}"
+        if mtbf is not None:
+            write = f" + {duration(shared.behind)}" if shared.behind else ""
+            yield f"  ({every} / 2{write}) / {duration(mtbf)} = {percent(each.lost)} lost"
+            if each.restart:
+                again = " + ".join(duration(s) for s in (setup.detection, shared.restart) if s)
+                yield f"  {again} / {duration(mtbf)} = {percent(each.restart)} restart"
+    cost = f"  {percent(each.total)} in all"
+    if each.device_hours is not None and setup.length is not None and setup.devices is not None:
+        hours = setup.length / HOUR * setup.devices
+        cost += f": {digits(each.device_hours)} of {hours:,.0f} device-hours"
+        if each.money is not None and setup.price is not None:
+            whole = _money(hours * setup.price, setup.currency, 3)
+            cost += f", {_money(each.money, setup.currency)} of {whole}"
+    yield cost + "."
+
+
+def _difference(found: Sums) -> Iterator[str]:
+    today, best = found.today, found.best
+    if today is None or best is None or today is best:
+        return
+    saved = f"The best interval wastes {percent(best.total)} in place of {percent(today.total)}"
+    if today.device_hours is not None and best.device_hours is not None:
+        saved += f": {digits(today.device_hours - best.device_hours)} device-hours less"
+        if today.money is not None and best.money is not None:
+            saved += f", {_money(today.money - best.money, found.setup.currency)}"
+    yield saved + "."
+
+
+def table(found: Sums) -> list[str]:
+    """What some intervals cost, a line each."""
+    if not found.rows:
+        return []
+    money = found.setup.currency or "money"
+    head = ["interval", "stall", "lost", "restart", "waste", "goodput", "device-hours", money, ""]
+    cells = [head]
+    for each in found.rows:
+        shares = [percent(share) for share in (each.stall, each.lost, each.restart, each.total)]
+        exact = "–" if each.goodput is None else f"{100 * each.goodput:.1f} %"
+        hours = "–" if each.device_hours is None else digits(each.device_hours, 3)
+        cost = "–" if each.money is None else digits(each.money, 3)
+        cells.append([duration(each.interval), *shares, exact, hours, cost, each.what])
+    used = [at for at, column in enumerate(zip(*cells[1:], strict=True)) if set(column) != {"–"}]
+    cells = [[line[at] for at in used] for line in cells]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    right = [
+        f"{'  '.join(cell.rjust(width) for cell, width in zip(line[:-1], widths, strict=False))}" for line in cells
+    ]
+    return [f"{line}  {last[-1]}".rstrip() for line, last in zip(right, cells, strict=True)]
+
+
+def _kept(found: Sums) -> Iterator[str]:
+    setup = found.setup
+    if found.kept is None or setup.length is None or setup.size is None:
+        return
+    held, count = found.kept
+    if setup.last is None:
+        policy = f"all of {duration(setup.length)}"
+    else:
+        policy = f"the last {setup.last}" + (
+            f" and one a day for {min(setup.daily, round(count))} days" * bool(setup.daily)
+        )
+    yield f"Storage: {policy}: {count:,.0f} × {size(setup.size)} = {size(held)}, and one more while it is written."
+
+
+def _rates(found: Sums) -> Iterator[str]:
+    setup, shared = found.setup, found.setup.shared
+    if setup.size is None or (shared.pause is None and shared.write is None):
+        return
+    needs = [(f"in {duration(seconds)}", seconds) for seconds in shared.within]
+    if shared.write:
+        needs.append((f"in {duration(shared.write)}", shared.write))
+    elif not needs and (every := shared.interval or found.optimum) is not None:
+        needs.append((f"before the next one, {duration(every)} later,", every))
+    for words, seconds in needs:
+        rate = size(plan.bandwidth(setup.size, seconds))
+        yield f"Bandwidth: {size(setup.size)} {words} needs {rate}/s, all nodes together."
+
+
+def _notices(found: Sums) -> Iterator[str]:
+    tier = found.setup.shared
+    for notice, least, most in found.notices:
+        unsaid = tier.pause is not None and tier.write is None
+        if unsaid:
+            verdict = (
+                f"leaves {duration(notice - least)} for the write" if notice > least else "leaves nothing for the write"
+            )
+        elif most <= notice:
+            verdict = f"is long enough for a last save: {duration(most)} at worst"
+        elif least <= notice:
+            verdict = f"is long enough for a last save ({duration(least)}) unless one has just begun ({duration(most)})"
+        else:
+            verdict = f"is too short for a last save, which takes {duration(least)}: half an interval is lost"
+        yield f"Preemption: a notice of {duration(notice)} {verdict}."
+
+
+def compared(a: Sums, b: Sums) -> str:
+    """Two plans side by side: each as it is today, or else at its best."""
+    left, right = (found.today or found.best for found in (a, b))
+    if left is None or right is None:
+        return "There is nothing to compare: one of the two says no interval, and nothing to find the best one from."
+    lines = ["compared"]
+    names = [found.setup.name or "plan" for found in (a, b)]
+    for name, each in zip(names, (left, right), strict=True):
+        lines.append(f"  {name}: every {duration(each.interval)}, {percent(each.total)} wasted")
+    less, more = (1, 0) if right.total <= left.total else (0, 1)
+    rows = (left, right)
+    words = f"  {names[less]} wastes {percent(rows[more].total - rows[less].total)} of the time less"
+    if left.device_hours is not None and right.device_hours is not None:
+        words += f": {digits(abs(left.device_hours - right.device_hours))} device-hours"
+        if left.money is not None and right.money is not None:
+            words += f", {_money(abs(left.money - right.money), a.setup.currency)}"
+    return "\n".join([*lines, words + "."])
+
+
+def _count(number: float) -> str:
+    for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
+        if number >= scale:
+            return f"{number / scale:g} {unit}"
+    return f"{number:,.0f}"
+
+
+def _money(amount: float, currency: str, count: int = 2) -> str:
+    """An amount, to so many digits.
+
+    >>> _money(43_219, "$"), _money(1_870_000, "$", 3)
+    ('$43k', '$1.87M')
+    """
+    for unit, scale in (("M", 1e6), ("k", 1e3)):
+        if abs(amount) >= scale:
+            return f"{currency}{digits(amount / scale, count)}{unit}"
+    return f"{currency}{digits(amount, count)}"

@@ -1,0 +1,122 @@
+"""What a run measured of itself: pause, write time, bytes and failures, for a plan (no JAX)."""
+
+import dataclasses
+import itertools
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+from . import _commit, _events, _storage, _units, plan
+from ._plan_file import Setup
+from .errors import CheckpointError, Fault
+
+RECENT = 50  # Saves that the medians are of: a run's storage changes over a month.
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a run's events and its newest manifest tell.
+
+    Attributes:
+        root: the run's folder.
+        saves: how many of the newest committed saves the medians are of.
+        pause: median seconds for which training stood still.
+        write: median seconds that the rest took.
+        interval: median seconds between two commits; None where there are none.
+        size: bytes of the newest checkpoint.
+        failures: how often the run ended without telling so, in which time, and what follows.
+        skipped, failed: saves that were skipped, and that failed.
+    """
+
+    root: str
+    saves: int
+    pause: float
+    write: float
+    interval: float | None
+    size: float
+    failures: plan.Fit
+    skipped: int
+    failed: int
+
+
+def measured(path: str) -> Measured:
+    """What a run measured of itself.
+
+    Raises:
+        CheckpointError: there is no run there, or it has committed nothing.
+    """
+    root = _storage.folder(path)
+    events = list(_events.read(root))
+    told = [event for event in events if event["kind"] == "committed"]
+    commits = [(event["time"], seconds) for event in told if (seconds := _seconds(event)) is not None]
+    newest = next(iter(_commit.good(root)), None)
+    if not commits or newest is None:
+        found = f"{len(events)} events, {len(commits)} of a commit, {'a' if newest else 'no'} checkpoint"
+        raise CheckpointError(
+            f"{root} tells of no run that a plan can be made from",
+            [Fault(_events.FILE, "events of a Saver that has committed a checkpoint", found)],
+            hint="give the folder that a Saver writes to",
+        )
+    recent = commits[-RECENT:]
+    seconds = [each for _, each in recent]
+    gaps = [b - a for (a, _), (b, _) in itertools.pairwise(recent) if b > a]
+    return Measured(
+        root=root.url,
+        saves=len(recent),
+        pause=statistics.median(each["blocked"] for each in seconds),
+        write=statistics.median(each["all"] for each in seconds),
+        interval=statistics.median(gaps) if gaps else None,
+        size=float(newest[1].nbytes),
+        failures=plan.fit_mtbf(events),
+        skipped=sum(event["kind"] == "skipped" for event in events),
+        failed=sum(event["kind"] == "failed" for event in events),
+    )
+
+
+def _seconds(event: dict[str, Any]) -> dict[str, float] | None:
+    try:
+        found = event["seconds"]
+        return {name: float(found[name]) for name in ("blocked", "all")}
+    except (TypeError, KeyError, ValueError, OverflowError):
+        return None
+
+
+def applied(setup: Setup, found: Measured) -> Setup:
+    """A plan with what a run measured in place of what its file says.
+
+    Failures count where there were any: a run in which nothing has failed yet says little of how often it will.
+    """
+    observed = found.failures.failures > 0
+    return dataclasses.replace(
+        setup,
+        name=setup.name or found.root,
+        size=found.size,
+        parameters=None,
+        recipe={},
+        mtbf=found.failures.mtbf if observed else setup.mtbf,
+        observed=(found.failures.failures, found.failures.seconds, setup.devices or 1) if observed else setup.observed,
+        shared=dataclasses.replace(
+            setup.shared, interval=found.interval or setup.shared.interval, pause=found.pause, write=found.write
+        ),
+    )
+
+
+def text(found: Measured) -> str:
+    """What a run measured, in sentences."""
+    fit, named = found.failures, _units.duration
+    every = f"; one every {named(found.interval)}" if found.interval is not None else ""
+    lines = [
+        f"{found.root}: of the last {found.saves} saves the median pause is {named(found.pause)} and the median write "
+        f"{named(found.write)}{every}; a checkpoint has {_units.size(found.size)}."
+    ]
+    if found.skipped or found.failed:
+        lines.append(
+            f"  {found.skipped} saves were skipped, as the one before was being written; {found.failed} failed."
+        )
+    if fit.failures:
+        bounds = f"between {named(fit.low)} and {named(fit.high)}, by {fit.confidence:.0%}"
+        lines.append(f"  {fit.failures} failures in {named(fit.seconds)}: one every {named(fit.mtbf)} ({bounds}).")
+    else:
+        least = f"so there are at least {named(fit.low)} between two, by {(1 + fit.confidence) / 2:.0%}"
+        lines.append(f"  Nothing has failed in {named(fit.seconds)}, {least}: too little to plan by.")
+    return "\n".join(lines)
