@@ -153,6 +153,8 @@ def was_one(place: Folder) -> bool:
     """
     if not place.local:
         return False
+    if place.read(_manifest.NAME, 0, 1) is not None:  # It was being replaced just then.
+        return False
     lost = place.is_link() and not place.is_folder()
     return lost or not {*_OURS, _manifest.NAME}.isdisjoint(place.entries())
 
@@ -401,7 +403,8 @@ def _put_in_place(attempt: Attempt) -> None:
     target, old = attempt.target, None
     try:
         if attempt.refused and target.identity() == attempt.refused:
-            aside(target, "set-aside")
+            with contextlib.suppress(Unsure):  # The next one makes both durable.
+                aside(target, "set-aside")
             attempt.folder.rename(target)
         elif attempt.overwrite and _manifest.NAME in target.entries():
             old = _replace(attempt)

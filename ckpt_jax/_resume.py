@@ -96,7 +96,7 @@ def _newest(root: _storage.Folder, refused: Refusals, log: Log) -> Proposal:
             if _commit.is_bad(place):
                 marked.append(step)
                 continue
-            return place, _commit.load(place)
+            return place, _loaded(place)
         except NotFound as error:
             if not _commit.was_one(place):
                 continue
@@ -110,6 +110,16 @@ def _newest(root: _storage.Folder, refused: Refusals, log: Log) -> Proposal:
     if marked or refused:
         raise _none_left(root, marked, refused)
     return None, None
+
+
+def _loaded(place: _storage.Folder) -> Manifest:
+    """The manifest of a step; where two folders cannot be exchanged, there is none for a moment of a replacement."""
+    try:
+        return _commit.load(place)
+    except NotFound:
+        if place.read(_manifest.NAME, 0, 1) is None:
+            raise
+        return _commit.load(place)
 
 
 def _none_left(root: _storage.Folder, marked: list[int], refused: Refusals) -> CheckpointError:
@@ -147,7 +157,9 @@ def _finished(finish: Callable[[], Any], group: _processes.Group, turn: int) -> 
         error = failure
     verdict = "ok" if error is None else f"failed: {_why(error)}"
     verdicts = _exchange(group, turn, verdict, phase="take the state")
-    _raise_what_is_no_damage(error, verdicts)
+    if error is not None:
+        raise error
+    _raise_what_is_no_damage(None, verdicts)
     return state
 
 

@@ -410,10 +410,11 @@ class Folder:
                 return None
             with contextlib.suppress(OSError):  # No locks here (NFS, Lustre): others then go by time.
                 fcntl.flock(fd, fcntl.LOCK_EX)
-            # Another may have come in its place meanwhile. Some file systems number a folder anew each time.
-            if _mode(self.url) and (attempt == 2 or os.path.samestat(os.stat(self.url), os.fstat(fd))):
-                _locks.add(fd)
-                return fd
+            with contextlib.suppress(OSError):
+                # Another may have come in its place meanwhile. Some file systems number a folder anew each time.
+                if os.path.samestat(os.stat(self.url), os.fstat(fd)) or attempt == 2:
+                    _locks.add(fd)
+                    return fd
             os.close(fd)
         return None
 

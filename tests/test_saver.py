@@ -23,7 +23,7 @@ import optax
 import pytest
 
 import ckpt_jax as ck
-from ckpt_jax import _agree, _commit, _restore, _save, _snapshot, _threads, _writing
+from ckpt_jax import _agree, _commit, _restore, _save, _snapshot, _storage, _threads, _writing
 from ckpt_jax._events import Event
 from tests.bounded import bounded
 from tests.forked import Child
@@ -534,6 +534,53 @@ def test_where_the_only_checkpoint_cannot_be_taken_for_one_the_run_does_not_begi
     (tmp_path / "run" / "2024" / "notes.txt").write_text("A folder of a user's, which was never a checkpoint.")
     with ck.Saver(tmp_path / "run") as saver, pytest.raises(ck.Corrupt, match="the only one is damaged"):
         saver.resume({"w": np.zeros(3)})
+
+
+def test_a_step_that_is_being_replaced_is_neither_passed_over_nor_called_damaged(tmp_path, monkeypatch):
+    """Without an exchange nothing is there between two renames; and then the new one is."""
+    for step in (1, 2):
+        ck.save(tmp_path / str(step), {"w": np.full(5000, step)})
+    load, away = _commit.load, []
+
+    def replaced(place):
+        if place.name == "2" and not away:
+            away.append((tmp_path / "2").rename(tmp_path / "away"))
+            try:
+                return load(place)
+            finally:
+                away[0].rename(tmp_path / "2")
+        return load(place)
+
+    monkeypatch.setattr(_commit, "load", replaced)
+    with ck.Saver(tmp_path) as saver:
+        assert saver.resume({"w": np.zeros(5000, int)})[1] == 2
+    assert away
+
+
+def test_what_is_put_aside_and_not_durably_so_is_no_committed_step(tmp_path, monkeypatch):
+    for step in (1, 2):
+        ck.save(tmp_path / str(step), {"w": np.full(5000, step)})
+    (tmp_path / "2" / "MANIFEST.json").unlink()
+    with ck.Saver(tmp_path) as saver:
+        with pytest.warns(UserWarning, match="step 2 cannot be read"):
+            saver.resume({"w": np.zeros(5000, int)})
+        rename, fsync = os.rename, _storage._fsync
+
+        def unsure(path: str) -> None:
+            if list(tmp_path.glob("2.set-aside-*")):
+                _tell(path, [str(tmp_path)])
+            fsync(path)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(_storage, "_fsync", unsure)
+            patch.setattr(os, "rename", lambda a, b: rename(_tell(a, [str(a)] if str(b).endswith("/2") else []), b))
+            saver.save(2, {"w": np.full(5000, 22)})
+            saver._idle.wait()
+        assert "Input/output" in str(saver.last_error)
+        assert ck.steps(tmp_path) == [1]
+        saver.save(2, {"w": np.full(5000, 22)})
+    assert ck.steps(tmp_path) == [1, 2]
+    assert not [name for name in os.listdir(tmp_path) if _commit.TMP in name]
 
 
 def test_the_causes_of_failed_saves_are_told_also_where_the_root_cannot_be_read(tmp_path, monkeypatch):
