@@ -578,6 +578,7 @@ def test_what_is_put_aside_and_not_durably_so_is_no_committed_step(tmp_path, mon
             saver._idle.wait()
         assert "Input/output" in str(saver.last_error)
         assert ck.steps(tmp_path) == [1]
+        assert not [name for name in os.listdir(tmp_path) if _commit.TMP in name]
         saver.save(2, {"w": np.full(5000, 22)})
     assert ck.steps(tmp_path) == [1, 2]
     assert not [name for name in os.listdir(tmp_path) if _commit.TMP in name]
