@@ -70,11 +70,16 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """The worlds that an operation goes through, and the error that it ends with, or the step that it answers."""
+    """The worlds that an operation goes through, and the error that it ends with, or the step that it answers.
+
+    Attributes:
+        refused: of a resume: the steps that it passed over and could not mark.
+    """
 
     worlds: tuple[World, ...]
     error: type[Exception] | None = None
     answer: int | None = None
+    refused: frozenset[int] = frozenset()
 
     @property
     def last(self) -> World:
@@ -110,9 +115,13 @@ def saved(
     return Course((*course, world.put(step, new)))
 
 
-def saved_by_a_run(world: World, step: int, new: Step, **how: bool) -> Course:
-    """A Saver replaces what is marked, and nothing else."""
+def saved_by_a_run(world: World, step: int, new: Step, refused: Iterable[int] = (), **how: bool) -> Course:
+    """A Saver replaces what is marked, and puts aside what is no checkpoint, if that was refused or marked."""
     old = world.steps.get(step)
+    if old is not None and old.ailment == "lost" and world.local and (old.marked or step in refused):
+        if not how.get("healthy", True):
+            return Course((world,), ck.Unhealthy)
+        return Course((world, world.put(step, None), world.put(step, new)))
     return saved(world, step, new, overwrite=old is not None and old.marked and not old.hidden, **how)
 
 
@@ -151,14 +160,16 @@ def rolled_back(world: World, step: int) -> Course:
 def resumed(world: World) -> Course:
     """The newest that gives its value; those above it, which do not, are marked on the way."""
     course = [world, shown(world)]
-    refused = False
+    passed, refused = False, set[int]()
     for step in reversed(course[-1].those(lambda found: True)):
         now = course[-1].steps[step]
         if now.ailment == "lost" and not now.marked and not world.local:
             continue  # In a bucket a dead attempt looks like this.
         if now.gives_its_value and not now.marked:
-            return Course(tuple(course), answer=step)
-        refused = True
+            return Course(tuple(course), answer=step, refused=frozenset(refused))
+        passed = True
         if now.ailment != "lost" and not now.marked:
             course.append(course[-1].change(step, marked=True))
-    return Course(tuple(course), ck.Corrupt if refused else None)
+        elif not now.marked:
+            refused.add(step)
+    return Course(tuple(course), ck.Corrupt if passed else None)

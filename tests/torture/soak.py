@@ -66,7 +66,8 @@ class Soak:
         self._expect_end(self._start(self.root, last), 0)  # Whom nobody strikes.
         self.facts.seconds, self.facts.steps = time.monotonic() - started, last
         if not self.facts.faults:
-            self._expect_end(self._start(self.place / "undisturbed", last), 0)
+            undisturbed = self._start(self.place / "undisturbed", last)
+            self._expect_end(undisturbed, 0, patience=PATIENCE + 2 * self.facts.seconds)  # It has as much to do.
         self._look_around()
         if not self.facts.faults:
             self._compare(last)
@@ -114,8 +115,8 @@ class Soak:
         self.facts.blows[blow] += 1
         (self.trainers[-1] / "blow").write_text(blow)
 
-    def _expect_end(self, trainer: Child, *codes: int) -> None:
-        out = trainer.communicate(timeout=PATIENCE)[0]
+    def _expect_end(self, trainer: Child, *codes: int, patience: float = PATIENCE) -> None:
+        out = trainer.communicate(timeout=patience)[0]
         if trainer.returncode not in codes:
             self._fault(f"a trainer ended with exit code {trainer.returncode}, expected one of {codes}: {out[-2000:]}")
 

@@ -59,6 +59,7 @@ class Machine(RuleBasedStateMachine):
         self.events: list[Any] = []
         self.keep = ck.Keep()  # The open Saver's; and what it committed, as far as it spares that.
         self.newest = collections.deque[int]()
+        self.refused = set[int]()  # What it passed over, and is no checkpoint: it puts that aside.
         self.litter, self.swept = False, set[int]()  # Whether a kill may have left some, and where there is none again.
 
     @initialize(steps=st.lists(STEPS, max_size=4, unique=True))
@@ -90,6 +91,7 @@ class Machine(RuleBasedStateMachine):
     def begin(self, keep: Keeps) -> None:
         self.keep = ck.Keep(**keep)
         self.newest = collections.deque(maxlen=max(1, self.keep.last))
+        self.refused = set()
         self.saver = ck.Saver(
             self.root, every=ck.Every(steps=1), keep=self.keep, max_failures=999, on_event=self.events.append
         )
@@ -121,7 +123,9 @@ class Machine(RuleBasedStateMachine):
             if wait:
                 self.saver._idle.wait()
             if taken:
-                course = saved_by_a_run(self.world, step, Step(value, milestone=milestone), healthy=bool(odd))
+                new = Step(value, milestone=milestone)
+                course = saved_by_a_run(self.world, step, new, self.refused, healthy=bool(odd))
+                self.refused -= {step} if not course.error else set()
                 self.tally["async save", course.error.__name__ if course.error else "done"] += 1
                 self.world = self.pruned_after(course, step, self.keep, self.newest).last
                 self.litter = self.litter and bool(course.error)
@@ -170,6 +174,8 @@ class Machine(RuleBasedStateMachine):
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             outcome = self.does(course, go_on)
+        if self.saver is not None:
+            self.refused = set(course.refused)
         passed = {event.step for event in self.events[begun:] if event.kind == "fell back"}
         if found:
             value = NOTHING if course.answer is None else course.last.steps[course.answer].value
@@ -212,6 +218,7 @@ class Machine(RuleBasedStateMachine):
         elif step in self.world.steps and not self.world.steps[step].hidden:
             (self.place / str(step)).remove()
             self.world = self.world.put(step, None)
+            self.refused -= {step}
             self.tally["deleted by hand", "gone"] += 1
 
     @precondition(lambda self: not self.place.local)
@@ -252,8 +259,10 @@ class Machine(RuleBasedStateMachine):
                 course = rolled_back(self.world, step)
             case _:
                 course, newest = resumed(self.world), collections.deque[int](maxlen=max(1, ck.Keep(**keep).last))
+                refused = set(course.refused)
                 for at, value in saves if course.error is None else ():
-                    course = course.then(saved_by_a_run(course.last, at, Step(value), exchange=exchange))
+                    course = course.then(saved_by_a_run(course.last, at, Step(value), refused, exchange=exchange))
+                    refused -= {at} if not course.error else set()
                     course = self.pruned_after(course, at, ck.Keep(**keep), newest)
         # About so many changes are made by a save, and by what each other world of the course takes.
         changes = 34 * {"save": 1, "overwrite": 1, "run": len(saves)}.get(what, 0)
