@@ -2,6 +2,7 @@
 
 import collections
 import math
+import numbers
 import random
 import statistics
 import threading
@@ -54,6 +55,8 @@ class Every:
             raise ValueError("either minutes or mtbf says how often")
         if self.mtbf is not None and not 0 < self.mtbf < math.inf:
             raise ValueError(f"mtbf is a duration of more than 0, such as 44 hours, not {self.mtbf!r} s")
+        if isinstance(self.jitter, bool) or not isinstance(self.jitter, numbers.Real):
+            raise TypeError(f"jitter is a number, not {self.jitter!r}")
         if not 0 <= self.jitter < 1:
             raise ValueError(f"jitter is a part of the interval, from 0 to below 1, not {self.jitter!r}")
         if not 0 < self.least <= self.most < math.inf:

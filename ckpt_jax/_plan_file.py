@@ -345,6 +345,10 @@ def _tier(read: _Reader, section: str, size: float | None, rate: str) -> Saves:
         read.missing("state" if section == "save" else "cluster.devices", f"what {section}.{rate} is to carry")
     if speed is not None and size is not None:
         write = size / speed
+    blocks = pause if pause is not None else write
+    if interval is not None and blocks is not None and interval < blocks:
+        at_least = f"at least the {_units.duration(blocks)} for which training stands still"
+        read.fault(f"{section}.interval", at_least, _units.duration(interval))
     if read.has(section) and pause is None and write is None and speed is None:
         read.missing(f"{section}.pause", f'a duration, such as "5 s", or {section}.write, or {section}.{rate}')
     return Saves(interval, pause, write)

@@ -255,6 +255,9 @@ def _at(found: Sums, each: Row) -> Iterator[str]:
             if each.restart:
                 again = " + ".join(duration(s) for s in (setup.detection, shared.restart) if s)
                 yield f"  {again} / {duration(mtbf)} = {percent(each.restart)} restart"
+    if each.total >= 1:
+        yield "  So such a run never gets ahead."
+        return
     cost = f"  {percent(each.total)} in all"
     if each.device_hours is not None and setup.length is not None and setup.devices is not None:
         hours = setup.length / HOUR * setup.devices
@@ -263,6 +266,9 @@ def _at(found: Sums, each: Row) -> Iterator[str]:
             whole = _money(hours * setup.price, setup.currency, 3)
             cost += f", {_money(each.money, setup.currency)} of {whole}"
     yield cost + "."
+    if each.interval < shared.blocks + shared.behind:
+        takes = duration(shared.blocks + shared.behind)
+        yield f"  A save takes {takes}: some will be skipped, and more is lost than that."
 
 
 def _difference(found: Sums) -> Iterator[str]:
@@ -376,7 +382,7 @@ def _money(amount: float, currency: str, count: int = 2) -> str:
     >>> _money(43_219, "$"), _money(1_870_000, "$", 3)
     ('$43k', '$1.87M')
     """
-    for unit, scale in (("M", 1e6), ("k", 1e3)):
+    for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(amount) >= scale:
             return f"{currency}{digits(amount / scale, count)}{unit}"
     return f"{currency}{digits(amount, count)}"

@@ -14,6 +14,7 @@ The sums to first order are those of Young; they hold while the interval is shor
 """
 
 import math
+import numbers
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,7 @@ RECIPES: dict[str, dict[str, float]] = {
 def _check(**named: float) -> None:
     """Raises ValueError for what is no duration: negative, NaN or infinite; `mtbf` may be infinite, and not 0."""
     for name, value in named.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise TypeError(f"{name} is a number of seconds, not {value!r}")
         endless = name == "mtbf" and value == math.inf
         if not (endless or (math.isfinite(value) and value >= 0)):
@@ -180,6 +181,8 @@ def tiered(classes: Iterable[tuple[float, Tier]], *, detection: float = 0.0) -> 
     '1.35%'
     """
     classes = list(classes)
+    for mtbf, _ in classes:
+        _check(mtbf=mtbf, detection=detection)
     tiers = list(dict.fromkeys(tier for _, tier in classes))
     return Waste(
         stall=sum(tier.pause / tier.interval for tier in tiers),
@@ -293,7 +296,7 @@ def fit_mtbf(events: Iterable[Any], confidence: float = 0.9) -> Fit:
     start = last = None
     for event in events:
         told = event if isinstance(event, Mapping) else {n: getattr(event, n) for n in ("time", "kind", "process")}
-        if told.get("process", 0) != 0:
+        if told.get("process", 0) != 0 or "time" not in told or "kind" not in told:
             continue
         time, kind = float(told["time"]), told["kind"]
         if kind == "started":
@@ -329,15 +332,18 @@ def state_bytes(what: Any, recipe: str | Mapping[str, float] = "bf16-adam") -> f
     """
     if hasattr(what, "leaves") and hasattr(what, "nbytes"):
         return float(what.nbytes)
-    if isinstance(what, bool) or not isinstance(what, (int, float)):
+    if what is None or isinstance(what, (bool, str)):
+        raise TypeError(f"a state is a number of parameters, a tree or a Manifest, not {what!r}")
+    if not isinstance(what, numbers.Real):
         return _tree_bytes(what)
-    if not (math.isfinite(what) and what >= 0):
+    count = float(what)
+    if not (math.isfinite(count) and count >= 0):
         raise ValueError(f"a number of parameters is 0 or more, not {what!r}")
     if isinstance(recipe, str):
         if recipe not in RECIPES:
             raise ValueError(f"recipe is one of {', '.join(RECIPES)}, or a mapping, not {recipe!r}")
         recipe = RECIPES[recipe]
-    return what * math.fsum(recipe.values())
+    return count * math.fsum(recipe.values())
 
 
 def _tree_bytes(tree: Any) -> float:
@@ -376,7 +382,7 @@ def storage(
     >>> storage(0.98e12, length=30 * day, last=3, daily=None) / 1e12
     32.34
     """
-    _check(length=length)
+    _check(length=length, size=size)
     if last is None:
         if interval is None:
             raise ValueError("where all are kept, interval says how many that is")

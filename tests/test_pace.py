@@ -158,6 +158,7 @@ def test_a_run_saves_by_it_and_tells_how_often(tmp_path):
         (lambda: ck.Every.optimal(mtbf="1h", least="2h", most="1h"), ValueError, "least and most are durations"),
         (lambda: ck.Every.optimal(mtbf="1h", least=0), ValueError, "least and most are durations"),
         (lambda: ck.Every(minutes=1, mtbf=3.0), ValueError, "either minutes or mtbf"),
+        (lambda: ck.Every.optimal(mtbf="1h", jitter="a lot"), TypeError, "jitter is a number"),
         (ck.Every, ValueError, "Every takes"),
     ],
 )

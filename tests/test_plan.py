@@ -190,6 +190,11 @@ def test_what_is_no_duration_is_refused_by_name(odd):
     ]:
         with pytest.raises(ValueError, match=name):
             call()
+    with pytest.raises(ValueError, match="mtbf"):
+        plan.tiered([(odd, plan.Tier(1, 1))])
+    for none in (None, True, "70 B"):
+        with pytest.raises(TypeError, match="a state is a number of parameters, a tree or a Manifest"):
+            plan.state_bytes(none)
     with pytest.raises(TypeError, match="pause is a number of seconds, not '5 s'"):
         plan.young("5 s", 1)
     with pytest.raises(ValueError, match="mtbf is more than 0"):
@@ -222,7 +227,7 @@ def test_failures_are_runs_that_told_of_no_end():
     found = plan.fit_mtbf(told)
     assert (found.failures, found.seconds) == (1, 50 + 30 + 40)
     assert plan.fit_mtbf(ck.saver.Event(**each) for each in told) == found if hasattr(ck, "saver") else True
-    assert plan.fit_mtbf([]).failures == 0
+    assert plan.fit_mtbf([]).failures == plan.fit_mtbf([{}, {"time": 3}]).failures == 0
 
 
 def test_the_size_of_a_state_is_exact_for_trees_and_manifests(tmp_path):
@@ -362,6 +367,8 @@ def test_all_that_is_wrong_in_a_file_is_told_at_once_with_its_key_unit_and_range
         ("[save]\ninterval = 9", "save.pause"),
         ("[save]\nbandwidth = 9e9", "state"),
         ("[save]\npause = 1\nwrite = 3\nbandwidth = 9e9\n[state]\nbytes = 9", "save.bandwidth"),
+        ("[save]\npause = 10\ninterval = 5", "save.interval"),
+        ("[save]\nwrite = 10\ninterval = 5", "save.interval"),
         ("[state]\nparameters = 9\nbytes = 3", "state.bytes"),
         ("[state]\nparameters = 9\nrecipe = 'fp4'", "state.recipe"),
         ("[state]\nparameters = 9\n[state.recipe]\nweights = 'heavy'", "state.recipe.weights"),
@@ -536,6 +543,25 @@ def test_a_write_that_takes_longer_than_the_best_interval_bounds_it():
     told = _plan_report.text(found)
     assert "A save takes 20 min, and the next one begins after it: so that is the best." in told
     assert "It comes near the time between failures" in told
+
+
+def test_a_run_that_never_gets_ahead_is_told_so():
+    setup = _plan_file.Setup(
+        mtbf=10, devices=1000, length=DAY, shared=_plan_file.Saves(pause=60, write=60, restart=600)
+    )
+    told = _plan_report.text(_plan_report.sums(setup))
+    assert "So such a run never gets ahead." in told
+    assert " of 24,000 device-hours" not in told
+
+
+def test_an_interval_that_is_shorter_than_a_save_is_told():
+    setup = _plan_file.Setup(mtbf=DAY, shared=_plan_file.Saves(interval=600, pause=5, write=1500))
+    assert "A save takes 25 min: some will be skipped" in _plan_report.text(_plan_report.sums(setup))
+
+
+def test_numpys_numbers_are_numbers():
+    assert plan.young(np.float32(5), np.int64(86_400)) == plan.young(5, 86_400)
+    assert plan.state_bytes(np.int64(10)) == plan.state_bytes(np.float32(10)) == 140
 
 
 def test_the_plot_marks_what_it_says(tmp_path):
