@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import json
-import math
 import os
 import queue
 import sys
@@ -17,6 +16,7 @@ from typing import Any, Literal
 from ._storage import Folder
 
 FILE = "events.jsonl"
+_YEAR_10000 = 253_402_300_800.0  # Later ones, and NaN, are no time of a clock.
 LARGEST = 1 << 30  # Bytes of it that are read.
 
 Kind = (
@@ -70,7 +70,7 @@ def read(root: Folder) -> Iterator[dict[str, Any]]:
             event |= {"kind": str(event["kind"]), "time": float(event["time"]), "process": int(event.get("process", 0))}
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             continue
-        if math.isfinite(event["time"]):
+        if abs(event["time"]) < _YEAR_10000:
             yield event
 
 

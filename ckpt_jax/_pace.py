@@ -175,16 +175,18 @@ class Pace:
     def _jittered(self, interval: float) -> float:
         if not self._every.jitter:
             return interval
-        return max(self._least(), interval * (1 + self._every.jitter * self._chance.uniform(-1, 1)))
+        longer = interval * (1 + self._every.jitter * self._chance.uniform(-1, 1))
+        return max(self._least(), min(longer, max(interval, self._every.most)))
 
     def _sum(self, pause: float, write: float, mtbf: float, interval: float) -> str:
         named = _units.duration
         best = plan.young(pause, mtbf)
         root = f"√(2 × {named(pause)} pause × {named(mtbf)} between failures)"
         text = f"save every {named(interval)}: {root} = {named(best)}"
-        if interval > best:
+        if interval > min(best, self._every.most):
             why = "what a save takes" if pause + write >= self._every.least else "the least that was asked for"
             text += f", and at least {named(interval)}, {why}"
         elif interval < best:
             text += f", and at most {named(interval)} as was asked for"
-        return f"{text}; {self._failures} failures were seen"
+        seen = f"{self._failures} failures were" if self._failures != 1 else "1 failure was"
+        return f"{text}; {seen} seen"

@@ -10,6 +10,7 @@ from . import _units, plan
 from ._units import DAY, YEAR
 from .errors import CheckpointError, Fault
 
+LARGEST = 1 << 20  # Bytes of a file.
 CLASSES = ("process", "node", "rack")  # What fails, and with it what it holds: memory, a disk, several disks.
 
 
@@ -52,7 +53,7 @@ class Setup:
         name: what it is called.
         size: bytes of a checkpoint.
         parameters, recipe: what that was made from.
-        devices, nodes: how many there are.
+        devices, per_node: how many there are, and in one node.
         price: of a device for an hour, in `currency`.
         length: seconds of the run.
         mtbf: seconds between failures of any class; None if they are not counted in.
@@ -70,7 +71,7 @@ class Setup:
     parameters: float | None = None
     recipe: Mapping[str, float] = field(default_factory=dict)
     devices: int | None = None
-    nodes: int | None = None
+    per_node: int = 8
     price: float | None = None
     currency: str = "$"
     length: float | None = None
@@ -84,6 +85,10 @@ class Setup:
     daily: int = 0
     notices: tuple[float, ...] = ()
 
+    @property
+    def nodes(self) -> int | None:
+        return None if self.devices is None else -(-self.devices // self.per_node)
+
     def mtbf_of(self, classes: Iterable[str]) -> float | None:
         """Seconds between failures of some classes; None if failures are not counted in, or there are none such."""
         share = sum(self.shares.get(name, 0.0) for name in classes)
@@ -96,13 +101,13 @@ def scaled(setup: Setup, factor: float) -> Setup:
     A write that each node does for itself takes so much less time.
     """
     local = setup.local
-    if local is not None and local.write is not None and setup.nodes is not None:
-        local = dataclasses.replace(local, write=local.write / factor)
+    larger = dataclasses.replace(setup, devices=setup.devices and max(1, round(setup.devices * factor)))
+    if local is not None and local.write is not None and setup.nodes is not None and larger.nodes is not None:
+        local = dataclasses.replace(local, write=local.write * setup.nodes / larger.nodes)
+    words = f"{factor:,g} times larger" if factor > 1 else f"{1 / factor:,g} times smaller"
     return dataclasses.replace(
-        setup,
-        name=f"{setup.name}, {factor:g} times larger",
-        devices=setup.devices and round(setup.devices * factor),
-        nodes=setup.nodes and max(1, round(setup.nodes * factor)),
+        larger,
+        name=f"{setup.name or 'plan'}, {words}",
         mtbf=setup.mtbf and setup.mtbf / factor,
         observed=None,
         local=local,
@@ -117,7 +122,9 @@ def load(path: str) -> Setup:
         OSError: it cannot be read.
     """
     with open(path, "rb") as file:
-        data = file.read(1 << 20)
+        data = file.read(LARGEST + 1)
+    if len(data) > LARGEST:
+        raise CheckpointError(f"{path} is no plan", [Fault(path, f"{_units.size(LARGEST)} at most", "more")])
     return loads(data, path)
 
 
@@ -196,9 +203,9 @@ class _Reader:
 
     def text(self, section: str, key: str, most: int = 200) -> str | None:
         value = self._take(section, key)
-        if value is None or (isinstance(value, str) and len(value) <= most):
+        if value is None or (isinstance(value, str) and len(value) <= most and value.isprintable()):
             return value
-        return self.fault(f"{section}.{key}".lstrip("."), f"a text of {most} characters at most", value)
+        return self.fault(f"{section}.{key}".lstrip("."), f"a text of one line, {most} characters at most", value)
 
     def table(self, section: str, key: str) -> dict[str, Any] | None:
         value = self._take(section, key)
@@ -247,6 +254,10 @@ def _setup(read: _Reader) -> Setup:
     daily = read.whole("keep", "daily", 0, 10**5)
     if (read.has("keep") or price is not None) and length is None:
         read.missing("run.length", 'a duration, such as "30 days", by which checkpoints and hours are counted')
+    if daily and last is None:
+        read.missing("keep.last", "how many of the newest stay besides: without it all do")
+    if not (read.has("state") or read.has("save") or read.has("failures")):
+        read.missing("save", "something to plan: [state], [save] or [failures]")
     if read.has("keep") and size is None:
         read.missing("state", "the size of a checkpoint, by which those that are kept are counted")
     return Setup(
@@ -255,7 +266,7 @@ def _setup(read: _Reader) -> Setup:
         parameters=parameters,
         recipe=recipe if parameters is not None else {},
         devices=devices,
-        nodes=nodes,
+        per_node=per_node,
         price=price,
         currency="$" if currency is None else currency,
         length=length,
@@ -276,7 +287,10 @@ def _recipe(read: _Reader) -> Mapping[str, float]:
     if isinstance(named.get("recipe"), dict):
         table = read.table("state", "recipe") or {}
         read._known["state.recipe"] = set(table)
-        return {part: read.number("state.recipe", part, "count", 0, 64) or 0.0 for part in table}
+        parts = {part: read.number("state.recipe", part, "count", 0, 64) for part in table}
+        if not any(parts.values()):
+            read.fault("state.recipe", "bytes a parameter, more than 0 in all", table)
+        return {part: count or 0.0 for part, count in parts.items()}
     name = read.text("state", "recipe") or "bf16-adam"
     if name not in plan.RECIPES:
         read.fault("state.recipe", f"one of {', '.join(plan.RECIPES)}, or a table of bytes a parameter", name)
@@ -297,6 +311,8 @@ def _failures(read: _Reader, devices: int | None) -> tuple[float | None, tuple[f
         read.missing("failures.mtbf", 'the time between failures, such as "44 h", or failures.count and failures.over')
     if on is not None and devices is None:
         read.missing("cluster.devices", "the number of devices, to which the failures are scaled")
+    if mtbf is not None and on is not None and devices is not None:
+        mtbf *= on / devices  # As it was on so many.
     if count is None or over is None:
         return mtbf, None
     on = on or devices or 1
@@ -306,7 +322,7 @@ def _failures(read: _Reader, devices: int | None) -> tuple[float | None, tuple[f
 def _shares(read: _Reader, local: Saves | None) -> Mapping[str, float]:
     found = {name: read.number("failures.shares", name, "count", 0, 1) for name in CLASSES}
     shares = {name: share for name, share in found.items() if share is not None}
-    read._known["failures"].add("shares")
+    read.table("failures", "shares")
     if shares and abs(sum(shares.values()) - 1) > 1e-6:
         read.fault("failures.shares", "parts that add up to 1", f"{sum(shares.values()):g}")
     if local is not None and not shares:

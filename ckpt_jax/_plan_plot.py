@@ -72,7 +72,7 @@ def draw(found: Sums) -> Any:
     axes.set_xlim(least, most)
     axes.set_xlabel("from one save to the next")
     axes.set_ylabel("share of the time (%)")
-    axes.set_title(setup.name or "how often to save")
+    axes.set_title((setup.name or "how often to save").replace("$", r"\$"))
     axes.grid(visible=True, color="0.85", linewidth=0.6)
     axes.legend(loc="upper center", frameon=True)
     if setup.devices is not None and setup.length is not None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from . import plan
 from ._plan_file import Saves, Setup
-from ._units import HOUR, digits, duration, percent, size
+from ._units import DAY, HOUR, digits, duration, percent, size
 from .plan import Tier
 
 AROUND = (0.25, 0.5, 1.0, 2.0, 4.0)  # Intervals in the table, in parts of the best one.
@@ -18,7 +18,8 @@ class Row:
     """What one interval costs.
 
     Attributes:
-        interval: seconds between the beginnings of two saves to shared storage.
+        interval: seconds between the beginnings of two saves to shared storage, as it was asked for.
+        every: as it is: where a save takes longer than that, the next is taken once it has ended.
         stall, lost, restart, total: shares of the time, to first order.
         goodput: share of the time in which the run gets ahead: exact for failures without memory; None with two tiers.
         device_hours, money: what is wasted of the run; None where the plan does not tell its length and devices.
@@ -27,6 +28,7 @@ class Row:
     """
 
     interval: float
+    every: float
     stall: float
     lost: float
     restart: float
@@ -105,7 +107,8 @@ def sums(setup: Setup) -> Sums:
     kept = None
     if setup.size is not None and setup.length is not None and (setup.last is not None or today or best):
         chosen = {"last": setup.last, "daily": setup.daily}
-        held = plan.storage(setup.size, length=setup.length, interval=today or best, **chosen)
+        every = taken(shared, today) if today else best
+        held = plan.storage(setup.size, length=setup.length, interval=every, **chosen)
         kept = (held, held / setup.size)
     return Sums(
         setup=setup,
@@ -128,21 +131,29 @@ def local_interval(setup: Setup) -> float | None:
     return setup.local.interval or best or None
 
 
+def taken(saves: Saves, interval: float) -> float:
+    """Seconds between two saves that are taken: one that comes due while another is written is skipped."""
+    return interval * max(1, math.ceil((saves.blocks + saves.behind) / interval - 1e-9))
+
+
 def row(setup: Setup, interval: float, best: float | None = None) -> Row:
     """What one interval between saves to shared storage costs."""
-    tiers = [(setup.shared, interval)]
-    if setup.local is not None and (local := local_interval(setup)) is not None:
-        tiers.append((setup.local, local))
-    classes = [(setup.mtbf_of(tier.covers) or math.inf, _as_tier(tier, every)) for tier, every in tiers]
+    every = taken(setup.shared, interval)
+    shared = _as_tier(setup.shared, every)
+    classes: list[tuple[float, list[Tier]]] = [(setup.mtbf_of(setup.shared.covers) or math.inf, [shared])]
+    if setup.local is not None and (often := local_interval(setup)) is not None:
+        local = _as_tier(setup.local, taken(setup.local, often))
+        classes.append((setup.mtbf_of(setup.local.covers) or math.inf, [local, shared]))
     waste = plan.tiered(classes, detection=setup.detection)
     hours = setup.length / HOUR * setup.devices if setup.length is not None and setup.devices is not None else None
     alone = None
     if len(classes) == 1:
-        (mtbf, tier), at = classes[0], setup.detection
-        alone = plan.goodput(interval, tier.pause, mtbf, write=tier.write, restart=tier.restart, detection=at)
+        mtbf, at = classes[0][0], setup.detection
+        alone = plan.goodput(every, shared.pause, mtbf, write=shared.write, restart=shared.restart, detection=at)
     what = [name for name, at in (("today", setup.shared.interval), ("optimum", best)) if at == interval]
     return Row(
         interval=interval,
+        every=every,
         stall=waste.stall,
         lost=waste.lost,
         restart=waste.restart,
@@ -191,11 +202,9 @@ def _failures(setup: Setup) -> Iterator[str]:
     if setup.observed is not None:
         count, over, devices = setup.observed
         on = f" on {devices:,.0f} devices" if devices != setup.devices else ""
-        here = f", so on {setup.devices:,}" if on and setup.devices else ":"
-        yield (
-            f"Failures: {count:,.0f} in {duration(over)}{on}{here} {digits(86_400 / setup.mtbf)} a day, "
-            f"one every {duration(setup.mtbf)}."
-        )
+        here = f" on {setup.devices:,}" if on and setup.devices else ""
+        many = f"{count:,.0f} in {duration(over)}{on}"
+        yield f"Failures: {many}, so {digits(86_400 / setup.mtbf)} a day{here}: one every {duration(setup.mtbf)}."
     else:
         yield f"Failures: one every {duration(setup.mtbf)}."
     if setup.local is not None:
@@ -231,18 +240,32 @@ def _best(found: Sums) -> Iterator[str]:
     )
     if found.optimum > found.young:
         yield f"  A save takes {duration(found.optimum)}, and the next one begins after it: so that is the best."
-    if found.optimum > mtbf / 4:
-        yield "  It comes near the time between failures, where these sums are too large: the column goodput is exact."
+    if found.optimum > mtbf / 4 and setup.local is None:
+        exact, share = exactly_best(setup)
+        yield (
+            "  It comes near the time between failures, where these sums are too large. By the exact value, the column "
+            f"goodput, every {duration(exact)} is best: {percent(share)}."
+        )
     if setup.local is not None and found.local is not None and (often := setup.mtbf_of(setup.local.covers)) is not None:
         blocks = duration(setup.local.blocks)
         yield f"  On the nodes' own disks: √(2 × {blocks} × {duration(often)}), {duration(found.local)}."
 
 
+def exactly_best(setup: Setup) -> tuple[float, float]:
+    """The interval with the most goodput by the exact value, in seconds, and that goodput; for one tier."""
+    least = max(setup.shared.blocks + setup.shared.behind, 1e-3)
+    steps = [least * 10 ** (step / 100) for step in range(400)]
+    return max(((step, row(setup, step).goodput or 0.0) for step in steps), key=lambda found: found[1])
+
+
 def _at(found: Sums, each: Row) -> Iterator[str]:
     setup, shared = found.setup, found.setup.shared
     mtbf = setup.mtbf_of(shared.covers)
-    every = duration(each.interval)
-    yield f"Every {every}{' (today)' if each is found.today and each is not found.best else ''}:"
+    every = duration(each.every)
+    yield f"Every {duration(each.interval)}{' (today)' if each is found.today and each is not found.best else ''}:"
+    if each.every > each.interval:
+        takes = duration(shared.blocks + shared.behind)
+        yield f"  A save takes {takes}, and those that come due meanwhile are skipped: it is every {every}."
     if setup.local is not None:
         shares = f"{percent(each.stall)} stall + {percent(each.lost)} lost + {percent(each.restart)} restart"
         yield f"  {shares}, both tiers together"
@@ -254,6 +277,7 @@ def _at(found: Sums, each: Row) -> Iterator[str]:
             yield f"  ({every} / 2{write}) / {duration(mtbf)} = {percent(each.lost)} lost"
             if each.restart:
                 again = " + ".join(duration(s) for s in (setup.detection, shared.restart) if s)
+                again = f"({again})" if " + " in again else again
                 yield f"  {again} / {duration(mtbf)} = {percent(each.restart)} restart"
     if each.total >= 1:
         yield "  So such a run never gets ahead."
@@ -266,14 +290,11 @@ def _at(found: Sums, each: Row) -> Iterator[str]:
             whole = _money(hours * setup.price, setup.currency, 3)
             cost += f", {_money(each.money, setup.currency)} of {whole}"
     yield cost + "."
-    if each.interval < shared.blocks + shared.behind:
-        takes = duration(shared.blocks + shared.behind)
-        yield f"  A save takes {takes}: some will be skipped, and more is lost than that."
 
 
 def _difference(found: Sums) -> Iterator[str]:
     today, best = found.today, found.best
-    if today is None or best is None or today is best:
+    if today is None or best is None or today is best or today.total - best.total < 0.0005:
         return
     saved = f"The best interval wastes {percent(best.total)} in place of {percent(today.total)}"
     if today.device_hours is not None and best.device_hours is not None:
@@ -313,9 +334,8 @@ def _kept(found: Sums) -> Iterator[str]:
     if setup.last is None:
         policy = f"all of {duration(setup.length)}"
     else:
-        policy = f"the last {setup.last}" + (
-            f" and one a day for {min(setup.daily, round(count))} days" * bool(setup.daily)
-        )
+        days = min(setup.daily, math.ceil(setup.length / DAY))
+        policy = f"the last {setup.last}" + f" and one a day for {days} days" * bool(days)
     yield f"Storage: {policy}: {count:,.0f} × {size(setup.size)} = {size(held)}, and one more while it is written."
 
 
@@ -355,18 +375,27 @@ def compared(a: Sums, b: Sums) -> str:
     left, right = (found.today or found.best for found in (a, b))
     if left is None or right is None:
         return "There is nothing to compare: one of the two says no interval, and nothing to find the best one from."
+    rows = (left, right)
     lines = ["compared"]
     names = [found.setup.name or "plan" for found in (a, b)]
-    for name, each in zip(names, (left, right), strict=True):
-        lines.append(f"  {name}: every {duration(each.interval)}, {percent(each.total)} wasted")
-    less, more = (1, 0) if right.total <= left.total else (0, 1)
-    rows = (left, right)
-    words = f"  {names[less]} wastes {percent(rows[more].total - rows[less].total)} of the time less"
-    if left.device_hours is not None and right.device_hours is not None:
-        words += f": {digits(abs(left.device_hours - right.device_hours))} device-hours"
-        if left.money is not None and right.money is not None:
-            words += f", {_money(abs(left.money - right.money), a.setup.currency)}"
-    return "\n".join([*lines, words + "."])
+    for found, name, each in zip((a, b), names, rows, strict=True):
+        what = "today" if each is found.today else "at its best"
+        uncounted = "" if found.setup.mtbf is not None else ", failures not counted in"
+        hours = "" if each.device_hours is None else f", {digits(each.device_hours)} device-hours"
+        cost = "" if each.money is None else f", {_money(each.money, found.setup.currency)}"
+        lines.append(
+            f"  {name}: every {duration(each.interval)} ({what}): {percent(each.total)} wasted{hours}{cost}{uncounted}"
+        )
+    less, more = (1, 0) if rows[1].total <= rows[0].total else (0, 1)
+    words = f"  {names[less]} wastes {percent(rows[more].total - rows[less].total)} less of its time"
+    same = (a.setup.devices, a.setup.length) == (b.setup.devices, b.setup.length)
+    if same and rows[0].device_hours is not None and rows[1].device_hours is not None:
+        words += f": {digits(abs(rows[0].device_hours - rows[1].device_hours))} device-hours"
+        if rows[0].money is not None and rows[1].money is not None and a.setup.price == b.setup.price:
+            words += f", {_money(abs(rows[0].money - rows[1].money), a.setup.currency)}"
+    if (a.setup.mtbf is None) == (b.setup.mtbf is None):
+        lines.append(words + ".")
+    return "\n".join(lines)
 
 
 def _count(number: float) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import statistics
 from dataclasses import dataclass
 from typing import Any
@@ -76,7 +77,8 @@ def measured(path: str) -> Measured:
 def _seconds(event: dict[str, Any]) -> dict[str, float] | None:
     try:
         found = event["seconds"]
-        return {name: float(found[name]) for name in ("blocked", "all")}
+        seconds = {name: float(found[name]) for name in ("blocked", "all")}
+        return seconds if all(0 <= value < math.inf for value in seconds.values()) else None
     except (TypeError, KeyError, ValueError, OverflowError):
         return None
 
@@ -86,7 +88,7 @@ def applied(setup: Setup, found: Measured) -> Setup:
 
     Failures count where there were any: a run in which nothing has failed yet says little of how often it will.
     """
-    observed = found.failures.failures > 0
+    observed = found.failures.failures > 0 and found.failures.seconds > 0
     return dataclasses.replace(
         setup,
         name=setup.name or found.root,
@@ -115,7 +117,8 @@ def text(found: Measured) -> str:
         )
     if fit.failures:
         bounds = f"between {named(fit.low)} and {named(fit.high)}, by {fit.confidence:.0%}"
-        lines.append(f"  {fit.failures} failures in {named(fit.seconds)}: one every {named(fit.mtbf)} ({bounds}).")
+        many = f"{fit.failures} failure{'s' * (fit.failures != 1)} in {named(fit.seconds)}"
+        lines.append(f"  {many}: one every {named(fit.mtbf)} ({bounds}).")
     else:
         least = f"so there are at least {named(fit.low)} between two, by {(1 + fit.confidence) / 2:.0%}"
         lines.append(f"  Nothing has failed in {named(fit.seconds)}, {least}: too little to plan by.")

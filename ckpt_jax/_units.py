@@ -29,7 +29,11 @@ EXAMPLES: dict[Kind, str] = {
     "bytes/s": '"5 GB/s" or bytes a second as a number',
     "count": '"70 B" (billions), "405e9" or a number',
 }
-_NUMBER = re.compile(r"\s*([+-]?(?:\d[\d_,]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-z/]*)\s*")
+LONGEST = 100  # Characters of a quantity.
+# Commas stand between groups of three digits only: "1,5 h" is not 15 h.
+_NUMBER = re.compile(
+    r"\s*([+-]?(?:\d{1,3}(?:[,_]\d{3})+|\d+)(?:\.\d*)?(?:[eE][+-]?\d+)?|[+-]?\.\d+(?:[eE][+-]?\d+)?)\s*([A-Za-z/]*)\s*"
+)
 
 
 def parse(value: object, kind: Kind) -> float:
@@ -44,11 +48,11 @@ def parse(value: object, kind: Kind) -> float:
     number: float | None = None
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         number = float(value) if abs(value) < 1e300 else math.inf
-    elif isinstance(value, str) and (found := _NUMBER.fullmatch(value)) is not None:
+    elif isinstance(value, str) and len(value) <= LONGEST and (found := _NUMBER.fullmatch(value)) is not None:
         scale = _scale(found[2], kind)
         number = None if scale is None else float(re.sub("[_,]", "", found[1])) * scale
     if number is None or not math.isfinite(number):
-        raise ValueError(f"{value!r} is not of the form {EXAMPLES[kind]}")
+        raise ValueError(f"{value!r:.{LONGEST}} is not of the form {EXAMPLES[kind]}")
     return number
 
 

@@ -1,5 +1,6 @@
 """The command line: looks into checkpoints, checks, thins out and proves; only `demo` and `prove` start a device."""
 
+import io
 import json
 import sys
 import time
@@ -36,6 +37,8 @@ class Level(StrEnum):
 
 def main() -> None:
     """Runs the command; what is wrong with the data becomes a sentence on stderr and an exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # A terminal may know ASCII only.
     try:
         app()
     except CheckpointError as error:
@@ -361,7 +364,8 @@ def plan(
     compare: Annotated[str | None, typer.Option(metavar="OTHER.toml", help="Set another plan beside it.")] = None,
     scale: Annotated[float, typer.Option(help="The same cluster so many times larger.", min=0.001, max=10_000)] = 1.0,
     root: Annotated[
-        str | None, typer.Option("--from", metavar="ROOT", help="Take pause, write time, size and failures from a run.")
+        str | None,
+        typer.Option("--from", metavar="ROOT", help="Take what a run measured in place of the file's."),
     ] = None,
 ) -> None:
     """Says how often to save: what saves and failures cost, the best interval, storage, bandwidth, preemption."""
@@ -370,13 +374,13 @@ def plan(
     if file is None and root is None:
         raise typer.BadParameter("give a plan's file, or --from ROOT, or both")
 
-    def summed(path: str | None) -> _plan_report.Sums:
+    def summed(path: str | None, run: _plan_run.Measured | None = None) -> _plan_report.Sums:
         setup = _plan_file.load(path) if path is not None else _plan_file.Setup()
         setup = _plan_run.applied(setup, run) if run is not None else setup
         return _plan_report.sums(setup if scale == 1 else _plan_file.scaled(setup, scale))
 
     run = _plan_run.measured(root) if root is not None else None
-    found = summed(file)
+    found = summed(file, run)
     other = summed(compare) if compare is not None else None
     if plot is not None:
         from . import _plan_plot

@@ -15,7 +15,9 @@ The sums to first order are those of Young; they hold while the interval is shor
 
 import math
 import numbers
-from collections.abc import Iterable, Mapping
+import re
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,26 +171,32 @@ def waste(
     return tiered([(mtbf, Tier(interval, pause, write, restart))], detection=detection)
 
 
-def tiered(classes: Iterable[tuple[float, Tier]], *, detection: float = 0.0) -> Waste:
-    """As `waste`, for failures of several classes, each of which a run comes back from by way of another tier.
+def tiered(classes: Iterable[tuple[float, Tier | Sequence[Tier]]], *, detection: float = 0.0) -> Waste:
+    """As `waste`, for failures of several classes, each of which a run comes back from by way of other tiers.
 
     Args:
-        classes: for each class of failures the mean time between them, in seconds, and the tier that survives them.
+        classes: for each class of failures the mean time between them, in seconds, and the tier that survives them; or
+            all that do: the run goes on from the one whose checkpoints are the newest. One tier is one object.
         detection: seconds until a failure is noticed.
 
     >>> local, shared = Tier(300, 1, write=4, restart=60), Tier(7200, 5, write=196, restart=600)
-    >>> f"{tiered([(100_000, local), (600_000, shared)]).total:.2%}"
+    >>> f"{tiered([(100_000, [local, shared]), (600_000, shared)]).total:.2%}"
     '1.35%'
     """
-    classes = list(classes)
-    for mtbf, _ in classes:
+    survive = [(mtbf, [found] if isinstance(found, Tier) else list(found)) for mtbf, found in classes]
+    tiers = {id(tier): tier for _, found in survive for tier in found}
+    lost = restart = 0.0
+    for mtbf, found in survive:
         _check(mtbf=mtbf, detection=detection)
-    tiers = list(dict.fromkeys(tier for _, tier in classes))
-    return Waste(
-        stall=sum(tier.pause / tier.interval for tier in tiers),
-        lost=sum((tier.interval / 2 + tier.write) / mtbf for mtbf, tier in classes),
-        restart=sum((detection + tier.restart) / mtbf for mtbf, tier in classes),
-    )
+        newest = min(found, key=_age)
+        lost += _age(newest) / mtbf
+        restart += (detection + newest.restart) / mtbf
+    return Waste(sum(tier.pause / tier.interval for tier in tiers.values()), lost, restart)
+
+
+def _age(tier: Tier) -> float:
+    """Seconds of work since the newest checkpoint that counts was begun, on average."""
+    return tier.interval / 2 + tier.write
 
 
 def goodput(
@@ -214,7 +222,8 @@ def goodput(
     lives = (write + restart + detection) / mtbf
     if interval / mtbf + lives > 700:  # e^700 is near what a float holds.
         return 0.0
-    return trained / (mtbf * math.expm1(interval / mtbf) * math.exp(lives))
+    cycle = mtbf * math.expm1(interval / mtbf) * math.exp(lives)
+    return trained / max(cycle, interval)
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------
@@ -275,6 +284,8 @@ def fit(failures: int, seconds: float, confidence: float = 0.9) -> Fit:
         raise ValueError(f"failures is an int, 0 or more, not {failures!r}")
     if not 0 < confidence < 1:
         raise ValueError(f"confidence is between 0 and 1, not {confidence!r}")
+    if seconds == 0:  # A clock that went back: nothing was observed.
+        return Fit(math.inf, 0.0, math.inf, failures, 0.0, confidence)
     tail = (1 - confidence) / 2
     low = seconds / float(gammainccinv(failures + 1, tail))
     high = seconds / float(gammaincinv(failures, tail)) if failures else math.inf
@@ -284,8 +295,9 @@ def fit(failures: int, seconds: float, confidence: float = 0.9) -> Fit:
 def fit_mtbf(events: Iterable[Any], confidence: float = 0.9) -> Fit:
     """The mean time between failures of a run, from its events: lines of `events.jsonl` as dicts, or `Event`s.
 
-    A failure is a `Saver` that was started and did not tell of its end before the next one was; the time is that from
-    each start to the last thing that was told before the next. Only the first process's events count.
+    A failure is a `Saver` that was started and did not tell of its end before the next one was, or told that an error
+    ended it; Ctrl-C and `sys.exit` are none. The time is that from each start to its end; where none was told, to half
+    of the median time between commits after the last thing that was. Only the first process's events count.
 
     >>> told = [(0, "started"), (3600, "committed"), (4000, "started"), (9000, "committed"), (9100, "closed")]
     >>> found = fit_mtbf({"time": time, "kind": kind, "process": 0} for time, kind in told)
@@ -293,9 +305,11 @@ def fit_mtbf(events: Iterable[Any], confidence: float = 0.9) -> Fit:
     (1, 8700.0)
     """
     failures, seconds = 0, 0.0
-    start = last = None
+    start = last = commit = None
+    gaps, untold = list[float](), list[float]()  # Between commits of one life; from a life's last word to the next.
     for event in events:
-        told = event if isinstance(event, Mapping) else {n: getattr(event, n) for n in ("time", "kind", "process")}
+        names = ("time", "kind", "process", "message")
+        told = event if isinstance(event, Mapping) else {name: getattr(event, name) for name in names}
         if told.get("process", 0) != 0 or "time" not in told or "kind" not in told:
             continue
         time, kind = float(told["time"]), told["kind"]
@@ -303,14 +317,23 @@ def fit_mtbf(events: Iterable[Any], confidence: float = 0.9) -> Fit:
             if start is not None and last is not None:  # The one before told of no end.
                 failures += 1
                 seconds += max(0.0, last - start)
-            start = time
+                untold.append(max(0.0, time - last))
+            start, commit = time, None
+        if kind == "committed":
+            gaps += [max(0.0, time - commit)] if commit is not None else []
+            commit = time
         last = time
         if kind == "closed" and start is not None:
             seconds += max(0.0, time - start)
+            failures += bool(_ERROR.match(str(told.get("message", ""))))
             start = None
     if start is not None and last is not None:  # It runs still, or nobody knows yet.
         seconds += max(0.0, last - start)
-    return fit(failures, seconds, confidence)
+    half = statistics.median(gaps) / 2 if gaps else 0.0
+    return fit(failures, seconds + sum(min(half, gap) for gap in untold), confidence)
+
+
+_ERROR = re.compile(r"after (?!KeyboardInterrupt\b|SystemExit\b)")
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------
@@ -372,7 +395,7 @@ def storage(
     Args:
         size: bytes of one.
         length: seconds of the run.
-        interval: seconds between two, if all are kept.
+        interval: seconds between two: there are no more than that. None if that is not known, and `last` says all.
         last: how many of the newest are kept; None for all.
         daily: for how many days the last of the day is kept besides; None for as long as the run.
 
@@ -383,13 +406,17 @@ def storage(
     32.34
     """
     _check(length=length, size=size)
+    if (last is not None and last < 1) or (daily is not None and daily < 0):
+        raise ValueError(f"last is 1 or more, daily 0 or more, not {last!r} and {daily!r}")
+    if interval is not None:
+        _check(interval=interval)
+    every = math.inf if interval is None else max(1, math.floor(length / interval))
     if last is None:
         if interval is None:
             raise ValueError("where all are kept, interval says how many that is")
-        _check(interval=interval)
-        return size * max(1, math.floor(length / interval))
-    days = math.ceil(length / 86_400) if daily is None else min(daily, math.ceil(length / 86_400))
-    return size * (max(1, last) + days)
+        return size * every
+    days = math.ceil(length / 86_400)
+    return size * min(every, last + (days if daily is None else min(daily, days)))
 
 
 def bandwidth(size: float, seconds: float) -> float:
@@ -398,7 +425,7 @@ def bandwidth(size: float, seconds: float) -> float:
     >>> bandwidth(1e12, 125) / 1e9
     8.0
     """
-    _check(seconds=seconds)
+    _check(seconds=seconds, size=size)
     return math.inf if seconds == 0 else size / seconds
 
 

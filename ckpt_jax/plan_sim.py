@@ -12,6 +12,8 @@ from typing import Any
 
 from .plan import Tier
 
+MOST = 1e8  # Saves and failures of a run: hours of simulation.
+
 
 @dataclass(frozen=True, slots=True)
 class Failures:
@@ -30,8 +32,10 @@ class Failures:
     takes: int = 0
 
     def __post_init__(self) -> None:
-        if not (self.mtbf > 0 and self.shape > 0 and self.tier >= 0 and self.takes >= 0):
-            raise ValueError(f"mtbf and shape are more than 0, tier and takes 0 or more: {self}")
+        if not (self.mtbf > 0 and 0.1 <= self.shape <= 100):
+            raise ValueError(f"mtbf is more than 0, shape between 0.1 and 100: {self}")
+        if not all(isinstance(count, int) and 0 <= count <= 10_000 for count in (self.tier, self.takes)):
+            raise ValueError(f"tier and takes are whole numbers from 0 to 10,000: {self}")
 
     def next(self, chance: random.Random) -> float:
         """Seconds until the next one."""
@@ -65,8 +69,13 @@ class Run:
     def __post_init__(self) -> None:
         if not self.tiers or any(failure.tier >= len(self.tiers) for failure in self.failures):
             raise ValueError("there is a tier at least, and a failure's tier is one of them")
-        if not (self.length > 0 and self.repair >= 0 and self.detection >= 0 and 0 <= self.corrupt < 1):
-            raise ValueError("length is more than 0, repair and detection 0 or more, corrupt a chance below 1")
+        if not (0 < self.length < math.inf and self.repair >= 0 and self.detection >= 0 and 0 <= self.corrupt < 1):
+            raise ValueError("length is more than 0 s, repair and detection 0 or more, corrupt a chance below 1")
+        rates = [1 / tier.interval for tier in self.tiers] + [1 / failures.mtbf for failures in self.failures]
+        if self.length * sum(rates) > MOST:
+            raise ValueError(
+                f"the run has more than {MOST:,.0f} saves and failures: length, interval and mtbf are seconds"
+            )
         if self.spares is not None and self.spares < 0:
             raise ValueError(f"spares is a number of nodes, not {self.spares!r}")
 
@@ -143,6 +152,8 @@ def mean(run: Run, runs: int = 20, seed: int = 0) -> Mean:
     >>> abs(found.goodput - plan.goodput(7200, 196, 86_400)) < 4 * found.error
     True
     """
+    if runs < 2:
+        raise ValueError(f"a mean is of 2 runs or more, not {runs!r}")
     outcomes = tuple(simulate(run, seed * 1_000_003 + number) for number in range(runs))
     shares = [outcome.goodput for outcome in outcomes]
     average = fmean(shares)

@@ -62,6 +62,14 @@ def test_it_is_never_more_often_than_a_save_takes_nor_beyond_its_bounds():
         assert until_due(pace, clock) >= 901
         pace.begun()
     assert told[-1]["message"].endswith("and at least 15 min, what a save takes; 0 failures were seen")
+    pace, clock, told = paced(ck.Every.optimal(mtbf="1h", jitter=0.9, most="10 min"))
+    saved(pace, 60, 1)
+    for _ in range(20):
+        assert until_due(pace, clock) <= 600.5
+        pace.begun()
+    pace, _, told = paced(ck.Every.optimal(mtbf="1h", jitter=0, most="10 min"))
+    saved(pace, 60, 3000)
+    assert "and at least 51 min, what a save takes" in told[-1]["message"]
     pace, _, told = paced(ck.Every.optimal(mtbf="1 year", jitter=0, most="2h"))
     saved(pace, 60, 5)
     assert pace.interval() == 2 * HOUR

@@ -120,10 +120,15 @@ def test_nothing_fails_and_nothing_is_lost():
         lambda: Run(0, [Tier(1, 1)], []),
         lambda: Run(1, [Tier(1, 1)], [], corrupt=1.0),
         lambda: Run(1, [Tier(1, 1)], [], spares=-1),
+        lambda: Failures(1, shape=0.02),
+        lambda: Failures(1, takes=1.5),
+        lambda: Run(math.inf, [Tier(1, 1)], []),
+        lambda: Run(1, [Tier(1e-12, 1)], []),
+        lambda: mean(Run(1, [Tier(1, 1)], []), runs=1),
         lambda: Tier(0, 1),
         lambda: Tier(1, -1),
     ],
 )
 def test_absurd_runs_are_refused(make):
-    with pytest.raises(ValueError, match=r"0|tier|spares"):
+    with pytest.raises(ValueError, match=r"0|tier|spares|runs|seconds"):
         make()
