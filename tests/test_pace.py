@@ -6,7 +6,7 @@ import statistics
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckpt_jax as ck
@@ -127,6 +127,7 @@ def test_jitter_spreads_runs_and_is_the_same_in_each_life_of_one():
     assert statistics.fmean(one) == pytest.approx(1, abs=0.03)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 1e4), st.floats(0, 1e4)), min_size=1), st.floats(1, 1e7), st.floats(0, 0.99))
 def test_whatever_saves_take_the_interval_keeps_its_bounds(saves, mtbf, jitter):
     pace, _, _ = paced(ck.Every.optimal(mtbf=mtbf, jitter=jitter, least=10, most=1000))

@@ -122,6 +122,7 @@ def test_the_naive_run_and_the_exercises():
 seconds = st.floats(0.01, 1e5)
 
 
+@settings(deadline=None)
 @given(pause=seconds, mtbf=st.floats(10, 1e9), write=seconds)
 def test_no_interval_wastes_less_than_the_best(pause, mtbf, write):
     best = plan.optimum(pause, mtbf, write=write)
@@ -134,6 +135,7 @@ def test_no_interval_wastes_less_than_the_best(pause, mtbf, write):
             assert wasted.stall + wasted.lost <= (there.stall + there.lost) * (1 + 1e-9)
 
 
+@settings(deadline=None)
 @given(pause=st.floats(1, 100), mtbf=st.floats(1e5, 1e8), restart=st.floats(0, 600), write=st.floats(0, 600))
 def test_the_first_order_is_the_exact_value_where_the_interval_is_short(pause, mtbf, restart, write):
     interval = plan.optimum(pause, mtbf, write=write)
@@ -143,6 +145,7 @@ def test_the_first_order_is_the_exact_value_where_the_interval_is_short(pause, m
     assert abs(first - exact) <= small**2 + first * small + 1e-12
 
 
+@settings(deadline=None)
 @given(pause=st.floats(0.1, 1000), mtbf=st.floats(1e4, 1e8))
 def test_dalys_interval_is_the_best_of_the_exact_value(pause, mtbf):
     """It is the time to train, so the pause comes to it; and a series that was broken off, so it is nearly the best."""
@@ -300,6 +303,7 @@ def test_what_is_no_quantity_is_refused_with_how_one_is_written(written, kind):
         _units.parse(written, kind)
 
 
+@settings(deadline=None)
 @given(st.floats(1e-6, 1e12))
 def test_what_is_printed_is_read_again_to_its_digits(value):
     assert _units.parse(_units.duration(value), "seconds") == pytest.approx(value, rel=0.06)
