@@ -19,7 +19,7 @@ from tests.torture.syscalls import Answer, Operation, Watched, needs_linux, watc
 pytestmark = needs_linux
 
 READS = {"open", "read", "list", "stat"}
-PARTS = 6  # For several to be tried at once.
+PARTS = 3  # For several to be tried at once.
 NEVER = 10**9
 STEPS = (1, 2, 3)
 
@@ -96,7 +96,7 @@ def test_an_error_in_reading_is_no_damage(
     act: str, fault: str, part: int, *, tmp_path: Path, full: bool, count: Count
 ) -> None:
     root = _root(tmp_path)
-    for at in range(part, _reads(act), PARTS if full else 5 * PARTS):
+    for at in range(part, _reads(act), PARTS if full else 8 * PARTS):
         watched, told = _run(root, act, at, on="then" in fault)
         if not watched.struck:
             continue  # Threads read in another order, and this time in fewer operations.
