@@ -153,8 +153,6 @@ def was_one(place: Folder) -> bool:
     """
     if not place.local:
         return False
-    if place.read(_manifest.NAME, 0, 1) is not None:  # It was being replaced just then.
-        return False
     lost = place.is_link() and not place.is_folder()
     return lost or not {*_OURS, _manifest.NAME}.isdisjoint(place.entries())
 

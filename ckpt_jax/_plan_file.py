@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import _units, plan
+from . import _units, _values, plan
 from ._units import DAY, YEAR
 from .errors import CheckpointError, Fault
 
-LARGEST = 1 << 20  # Bytes of a file.
+LARGEST = 1_000_000  # Bytes of a file.
 CLASSES = ("process", "node", "rack")  # What fails, and with it what it holds: memory, a disk, several disks.
 
 
@@ -124,7 +124,7 @@ def load(path: str) -> Setup:
     with open(path, "rb") as file:
         data = file.read(LARGEST + 1)
     if len(data) > LARGEST:
-        raise CheckpointError(f"{path} is no plan", [Fault(path, f"{_units.size(LARGEST)} at most", "more")])
+        raise CheckpointError(f"{path} is no plan", [Fault(path, f"{_values.human(LARGEST)} at most", "more")])
     return loads(data, path)
 
 
@@ -184,8 +184,8 @@ class _Reader:
         what = {"seconds": "a duration", "bytes": "a size", "bytes/s": "a rate", "count": "a number"}[kind]
         shown: Callable[[float], str] = {
             "seconds": _units.duration,
-            "bytes": _units.size,
-            "bytes/s": lambda rate: f"{_units.size(rate)}/s",
+            "bytes": _values.human,
+            "bytes/s": lambda rate: f"{_values.human(rate)}/s",
             "count": lambda count: f"{count:,.15g}",
         }[kind]
         bounds = f"{what} between {shown(low)} and {shown(high)}, such as {_units.EXAMPLES[kind]}"
@@ -247,7 +247,7 @@ def _setup(read: _Reader) -> Setup:
     length = read.number("run", "length", "seconds", 60, 20 * YEAR)
     if read.has("cluster") and devices is None:
         read.missing("cluster.devices", "the number of devices, such as 1024")
-    nodes = None if devices is None else -(-devices // per_node)
+    nodes = Setup(devices=devices, per_node=per_node).nodes
     mtbf, observed = _failures(read, devices)
     shared, local = _saves(read, size, nodes)
     last = read.whole("keep", "last", 1, 10**6)
@@ -286,7 +286,6 @@ def _recipe(read: _Reader) -> Mapping[str, float]:
     named = read.tables.get("state", {}) if isinstance(read.tables.get("state"), dict) else {}
     if isinstance(named.get("recipe"), dict):
         table = read.table("state", "recipe") or {}
-        read._known["state.recipe"] = set(table)
         parts = {part: read.number("state.recipe", part, "count", 0, 64) for part in table}
         if not any(parts.values()):
             read.fault("state.recipe", "bytes a parameter, more than 0 in all", table)

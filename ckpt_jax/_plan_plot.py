@@ -52,10 +52,7 @@ def draw(found: Sums) -> Any:
     for name, style, width in (("total", "-", 2.2), ("stall", "--", 1.2), ("lost", ":", 1.6), ("restart", "-.", 1.2)):
         shares = [100 * getattr(row, name) for row in curve]
         if any(shares):
-            label = {"total": "wasted in all", "stall": "stall in saves", "lost": "work lost", "restart": "restart"}[
-                name
-            ]
-            axes.plot(steps, shares, style, color="black", linewidth=width, label=label)
+            axes.plot(steps, shares, style, color="black", linewidth=width, label=_LABELS[name])
     for row in marks:
         marker, fill = ("o", "black") if "optimum" in row.what else ("s", "white")
         words = {"optimum": "best", "today": "today", "today, optimum": "today, which is best"}[row.what]

@@ -1,15 +1,17 @@
 """What a plan comes to: its sums step by step, in sentences, a table and JSON (no JAX)."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
 
-from . import plan
+from . import _values, plan
 from ._plan_file import Saves, Setup
-from ._units import DAY, HOUR, digits, duration, percent, size
+from ._units import DAY, HOUR, digits, duration, percent
 from .plan import Tier
 
+size = functools.partial(_values.human, figures=2)  # As the sums of others are printed.
 AROUND = (0.25, 0.5, 1.0, 2.0, 4.0)  # Intervals in the table, in parts of the best one.
 
 
@@ -23,7 +25,6 @@ class Row:
         stall, lost, restart, total: shares of the time, to first order.
         goodput: share of the time in which the run gets ahead: exact for failures without memory; None with two tiers.
         device_hours, money: what is wasted of the run; None where the plan does not tell its length and devices.
-        restarts: seconds of the run in which it starts again, and the failures are noticed.
         what: "today", "optimum" or "".
     """
 
@@ -36,7 +37,6 @@ class Row:
     goodput: float | None
     device_hours: float | None
     money: float | None
-    restarts: float | None
     what: str = ""
 
 
@@ -161,7 +161,6 @@ def row(setup: Setup, interval: float, best: float | None = None) -> Row:
         goodput=alone,
         device_hours=None if hours is None else waste.total * hours,
         money=None if hours is None or setup.price is None else waste.total * hours * setup.price,
-        restarts=None if setup.length is None else waste.restart * setup.length,
         what=", ".join(what),
     )
 
@@ -204,7 +203,7 @@ def _failures(setup: Setup) -> Iterator[str]:
         on = f" on {devices:,.0f} devices" if devices != setup.devices else ""
         here = f" on {setup.devices:,}" if on and setup.devices else ""
         many = f"{count:,.0f} in {duration(over)}{on}"
-        yield f"Failures: {many}, so {digits(86_400 / setup.mtbf)} a day{here}: one every {duration(setup.mtbf)}."
+        yield f"Failures: {many}, so {digits(DAY / setup.mtbf)} a day{here}: one every {duration(setup.mtbf)}."
     else:
         yield f"Failures: one every {duration(setup.mtbf)}."
     if setup.local is not None:

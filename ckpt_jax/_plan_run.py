@@ -7,7 +7,7 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from . import _commit, _events, _storage, _units, plan
+from . import _commit, _events, _storage, _units, _values, plan
 from ._plan_file import Setup
 from .errors import CheckpointError, Fault
 
@@ -25,7 +25,7 @@ class Measured:
         write: median seconds that the rest took.
         interval: median seconds between two commits; None where there are none.
         size: bytes of the newest checkpoint.
-        failures: how often the run ended without telling so, in which time, and what follows.
+        failures: how often an error or nothing at all ended the run, in which time, and what follows.
         skipped, failed: saves that were skipped, and that failed.
     """
 
@@ -109,7 +109,7 @@ def text(found: Measured) -> str:
     every = f"; one every {named(found.interval)}" if found.interval is not None else ""
     lines = [
         f"{found.root}: of the last {found.saves} saves the median pause is {named(found.pause)} and the median write "
-        f"{named(found.write)}{every}; a checkpoint has {_units.size(found.size)}."
+        f"{named(found.write)}{every}; a checkpoint has {_values.human(found.size)}."
     ]
     if found.skipped or found.failed:
         lines.append(

@@ -96,13 +96,13 @@ def _newest(root: _storage.Folder, refused: Refusals, log: Log) -> Proposal:
             if _commit.is_bad(place):
                 marked.append(step)
                 continue
-            return place, _loaded(place)
-        except NotFound as error:
-            if not _commit.was_one(place):
+            manifest = _loaded(place)
+        except (NotFound, Corrupt, OSError) as error:
+            failure = error
+        else:
+            if manifest is None:
                 continue
-            failure = error
-        except (Corrupt, OSError) as error:
-            failure = error
+            return place, manifest
         refused[step] = Refusal(_why(failure), not isinstance(failure, OSError), place.identity())
         log.add("fell back", step, message=refused[step].why)
         if isinstance(failure, Corrupt):
@@ -112,14 +112,21 @@ def _newest(root: _storage.Folder, refused: Refusals, log: Log) -> Proposal:
     return None, None
 
 
-def _loaded(place: _storage.Folder) -> Manifest:
-    """The manifest of a step; where two folders cannot be exchanged, there is none for a moment of a replacement."""
-    try:
-        return _commit.load(place)
-    except NotFound:
-        if place.read(_manifest.NAME, 0, 1) is None:
-            raise
-        return _commit.load(place)
+def _loaded(place: _storage.Folder) -> Manifest | None:
+    """The manifest of a step; None if there never was one.
+
+    Where two folders cannot be exchanged there is none for a moment of a replacement, and then there is.
+    """
+    while True:
+        try:
+            return _commit.load(place)
+        except NotFound:
+            was_one = _commit.was_one(place)
+            if place.read(_manifest.NAME, 0, 1) is not None:
+                continue
+            if was_one:
+                raise
+            return None
 
 
 def _none_left(root: _storage.Folder, marked: list[int], refused: Refusals) -> CheckpointError:

@@ -217,9 +217,9 @@ def swept(
     _check_metric(place, found, keep.best)
     stay = set(kept(found, keep, also))
     go = [step for step in found if step not in stay]
-    faults = [Fault(str(step), "to be read, before it is counted or deleted", str(e)) for step, e in unread.items()]
     if dry_run:
         return go, []
+    faults = [Fault(str(step), "to be read, before it is counted or deleted", str(e)) for step, e in unread.items()]
     _check_newest(place, found, go)
     gone = []
     for step in go:

@@ -95,19 +95,6 @@ def duration(seconds: float) -> str:
     return f"{digits(seconds, 3) if seconds >= 10 else digits(seconds)} s".replace(".0 ", " ")
 
 
-def size(count: float) -> str:
-    """A size in bytes for people, to two digits.
-
-    >>> size(980e9), size(32.34e12), size(7.66e9)
-    ('980 GB', '32 TB', '7.7 GB')
-    """
-    names = ["B", "kB", "MB", "GB", "TB", "PB", "EB"]
-    while count >= 999.5 and len(names) > 1:
-        count /= 1000
-        names.pop(0)
-    return f"{digits(count) if count < 99.5 else f'{count:,.0f}'} {names[0]}".replace(".0 ", " ")
-
-
 def percent(share: float) -> str:
     """A share for people.
 

@@ -103,16 +103,16 @@ _UNPACK = {
 }
 
 
-def human(size: float) -> str:
-    """A size in bytes for people.
+def human(size: float, figures: int = 3) -> str:
+    """A size in bytes for people, to two or three figures.
 
-    >>> human(1_490_000_000)
-    '1.49 GB'
+    >>> human(1_490_000_000), human(7.66e9, 2), human(980e9, 2)
+    ('1.49 GB', '7.7 GB', '980 GB')
     """
-    units = iter(("B", "kB", "MB", "GB", "TB", "PB"))
-    while (unit := next(units)) != "PB" and size >= 999.5:
+    units = iter(("B", "kB", "MB", "GB", "TB", "PB", "EB"))
+    while (unit := next(units)) != "EB" and size >= 999.5:
         size /= 1000
-    return f"{size:.3g} {unit}" if size < 999.5 else f"{size:,.0f} {unit}"
+    return f"{size:.{figures}g} {unit}" if size < 10**figures - 0.5 else f"{size:,.0f} {unit}"
 
 
 def shown(value: Any) -> str:

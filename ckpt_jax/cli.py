@@ -280,8 +280,9 @@ Root = Annotated[str, typer.Argument(help="A folder of checkpoints.", show_defau
 
 
 @app.command(epilog=_CODES)
-def prune(  # noqa: PLR0917  A command's options, not a call's.
+def prune(
     root: Root,
+    *,
     last: Annotated[int, typer.Option(help="Keep the newest so many.")] = 3,
     daily: Annotated[int, typer.Option(help="Keep the newest of each of the last so many days.")] = 0,
     every: Annotated[int | None, typer.Option(help="Keep the steps that this divides.", show_default=False)] = None,

@@ -220,6 +220,7 @@ class _Trainer:
             if tier < number:  # What lay there is gone with the node.
                 self.saved[tier] = [0.0]
         back = self._newest(number)
+        assert back <= self.done, "a checkpoint is ahead of the run"
         self.outcome.lost += self.done - back
         self.done = back
         yield from self._take_spares()

@@ -1,7 +1,6 @@
 """The planner: published sums to their printed precision, what files may say, and what a run measured."""
 
 import dataclasses
-import itertools
 import json
 import math
 import re
@@ -15,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckpt_jax as ck
-from ckpt_jax import _plan_file, _plan_report, _plan_run, _units, plan
+from ckpt_jax import _events, _plan_file, _plan_report, _plan_run, _units, _values, plan
 from ckpt_jax._units import DAY, HOUR, MINUTE
 
 ROOT = Path(__file__).parent.parent
@@ -229,7 +228,7 @@ def test_failures_are_runs_that_told_of_no_end():
     told += [event(130, "closed"), event(1000, "started"), event(1040, "failed")]
     found = plan.fit_mtbf(told)
     assert (found.failures, found.seconds) == (1, 50 + 30 + 40)
-    assert plan.fit_mtbf(ck.saver.Event(**each) for each in told) == found if hasattr(ck, "saver") else True
+    assert plan.fit_mtbf(_events.Event(**each) for each in told) == found
     assert plan.fit_mtbf([]).failures == plan.fit_mtbf([{}, {"time": 3}]).failures == 0
 
 
@@ -308,7 +307,7 @@ def test_what_is_no_quantity_is_refused_with_how_one_is_written(written, kind):
 def test_what_is_printed_is_read_again_to_its_digits(value):
     assert _units.parse(_units.duration(value), "seconds") == pytest.approx(value, rel=0.06)
     if value >= 1:
-        assert _units.parse(_units.size(value), "bytes") == pytest.approx(value, rel=0.06)
+        assert _units.parse(_values.human(value, 2), "bytes") == pytest.approx(value, rel=0.06)
     assert float(_units.digits(value).replace(",", "")) == pytest.approx(value, rel=0.051)
 
 
@@ -354,9 +353,7 @@ def test_all_that_is_wrong_in_a_file_is_told_at_once_with_its_key_unit_and_range
     expected += ["save.bandwidth", "local.covers", "local.pause", "keep.last", "run.length"]
     assert set(places) == set(expected)
     told = str(error)
-    assert "failures.mtbf: expected a duration between 1 s and 1,000 years" in told.replace(
-        "365,250 days", "1,000 years"
-    )
+    assert "failures.mtbf: expected a duration between 1 s and 365,250 days, such as" in told
     assert "save.bandwidth: expected a rate between 1 kB/s and" in told
     assert 'such as "5 GB/s" or bytes a second as a number, found 5 GB' in told
     assert "save.intervall: expected one of bandwidth, interval, pause, within, write, found an unknown key" in told
@@ -680,7 +677,7 @@ def test_the_plot_marks_what_it_says(tmp_path):
 
 def test_the_table_has_a_column_for_each_thing_that_is_known():
     assert "device-hours" not in _plan_report.table(sums("naive"))[0]
-    assert [len(line) for line in itertools.islice(_plan_report.table(sums("llama70b-1024")), 1)] != [0]
+    assert "device-hours" in _plan_report.table(sums("llama70b-1024"))[0]
 
 
 def test_the_guide_lists_every_key():
@@ -690,7 +687,3 @@ def test_the_guide_lists_every_key():
     for section, keys in read._known.items():
         for key in keys:
             assert f"`{section}.{key}`".replace("`.", "`") in guide, (section, key)
-
-
-def test_configs_are_where_an_installed_package_has_them():
-    assert Path(ck.__file__).parent.parent == ROOT

@@ -91,6 +91,15 @@ def test_two_tiers_agree_with_their_formula():
     assert wasted(alone, runs=4) > 1.3 * wasted(run, runs=4)
 
 
+def test_what_a_lost_node_had_on_its_disk_is_gone_for_all_later_failures():
+    """A process that crashes soon afterwards finds nothing there that is ahead of the run."""
+    tiers = [Tier(100, 1), Tier(1e6, 1)]
+    run = Run(20_000, tiers, [Failures(300), Failures(5000, tier=1)])
+    lost = [simulate(run, seed).lost for seed in range(10)]  # Which holds, at each failure, that none is ahead.
+    kept = [simulate(Run(20_000, tiers, [Failures(300), Failures(5000)]), seed).lost for seed in range(10)]
+    assert sum(lost) > 2 * sum(kept)
+
+
 def test_what_makes_it_worse_makes_it_worse():
     def run(**changes: object) -> float:
         named = {"failures": [Failures(DAY, takes=1)], "detection": 0.0} | changes

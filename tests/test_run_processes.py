@@ -352,42 +352,28 @@ def test_a_process_that_leaves_a_step_out_is_missed_there_alone(tmp_path):
     assert "last: None" in out[1]
 
 
-def test_minutes_are_agreed_on_ahead(tmp_path):
+@pytest.mark.parametrize(
+    ("every", "saves"),
+    [("ck.Every(minutes=0.3 / 60)", 2), ("ck.Every.optimal(mtbf=0.5, least=0.2, most=2, jitter=0.5)", 3)],
+    ids=["minutes", "optimal"],
+)
+def test_what_the_clock_says_is_agreed_on_ahead(tmp_path, every, saves):
     """Process 0 looks at the clock; both save the same step, though one is ahead of the other."""
     out = fine(
         """
-        with ck.Saver(root, every=ck.Every(minutes=0.3 / 60), on_event=print_event) as saver:
+        with ck.Saver(root, every=RULE, on_event=print_event) as saver:
             for step in range(1, 10_000):
                 time.sleep(0.01 if index else 0.012)
                 saver.step(step, {"step": step, "w": W[:8]})
-                if step % 10 == 0 and agree(step, len(ck.steps(root)) >= 2): break
-        """,
+                if step % 10 == 0 and agree(step, len(ck.steps(root)) >= SAVES): break
+        """.replace("RULE", every).replace("SAVES", str(saves)),
         tmp_path,
         2,
     )
     steps = ck.steps(tmp_path)
     for told in out:
         assert [int(step) for step in re.findall(r"step (\d+) snapshot:", told)][: len(steps)] == steps
-
-
-def test_process_0_decides_how_often_for_all(tmp_path):
-    """By what its own saves take; the others hear of each save ahead, and none is declined."""
-    out = fine(
-        """
-        every = ck.Every.optimal(mtbf=0.5, least=0.2, most=2, jitter=0.5)
-        with ck.Saver(root, every=every, on_event=print_event) as saver:
-            for step in range(1, 10_000):
-                time.sleep(0.01 if index else 0.012)
-                saver.step(step, {"step": step, "w": W[:8]})
-                if step % 10 == 0 and agree(step, len(ck.steps(root)) >= 3): break
-        """,
-        tmp_path,
-        2,
-    )
-    steps = ck.steps(tmp_path)
-    for told in out:
-        assert [int(step) for step in re.findall(r"step (\d+) snapshot:", told)][: len(steps)] == steps
-    assert "planned: save every" in out[0]
+    assert ("planned: save every" in out[0]) == ("optimal" in every)
     assert "planned" not in out[1]
 
 

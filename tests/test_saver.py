@@ -354,15 +354,20 @@ def test_resume_passes_over_what_cannot_be_read_and_does_not_mark_it(tmp_path, m
     for step in (1, 2):
         ck.save(tmp_path / str(step), {"w": np.full(5000, step)})
     files = [str(path) for path in (tmp_path / "2").rglob(part)]
-    opened = os.open
     with monkeypatch.context() as patch:
-        patch.setattr(os, "open", lambda path, *a, **k: opened(_tell(path, files), *a, **k))
+        _unreadable(patch, files)
         with ck.Saver(tmp_path) as saver, pytest.warns(UserWarning, match="step 2 cannot be read, and the one before"):
             assert saver.resume({"w": np.zeros(5000, int)})[1] == 1
     assert files
     assert ck.steps(tmp_path, bad=True) == []
     with ck.Saver(tmp_path) as saver:
         assert saver.resume({"w": np.zeros(5000, int)})[1] == 2
+
+
+def _unreadable(patch: pytest.MonkeyPatch, files: list[str]) -> None:
+    """From here on these cannot be opened; until they are taken from the list."""
+    opened = os.open
+    patch.setattr(os, "open", lambda path, *rest, **named: opened(_tell(path, files), *rest, **named))
 
 
 def _tell(path, files):
@@ -372,13 +377,12 @@ def _tell(path, files):
 
 
 def test_a_process_that_can_open_no_more_files_damages_no_run(tmp_path):
-    """Every step looks unreadable to it: none is marked, and the run does not begin anew."""
+    """Nothing can be read by it: no step is marked, and the run does not begin anew."""
     for step in (1, 2):
         ck.save(tmp_path / str(step), {"w": np.full(5000, step)})
     code = """
         import os, resource, sys
         import numpy as np, ckpt_jax as ck
-        from ckpt_jax import _storage
         like = {"w": np.zeros(5000, int)}
         saver = ck.Saver(sys.argv[1])
         saver.resume(like)
@@ -387,8 +391,7 @@ def test_a_process_that_can_open_no_more_files_damages_no_run(tmp_path):
         try:
             while True: taken.append(os.open("/", os.O_RDONLY))
         except OSError:
-            os.close(taken.pop())  # One is left, which the list of the steps takes, and the manifests one by one.
-        _storage.Folder.read_into = lambda *_: os.open("/", os.O_RDONLY) and os.open("/", os.O_RDONLY)
+            pass
         try:
             saver.resume(like)
         except (ck.CheckpointError, OSError) as error:
@@ -408,9 +411,8 @@ def test_where_none_can_be_read_now_that_is_not_called_damage(tmp_path, monkeypa
         ck.save(tmp_path / str(step), {"w": np.full(5000, step)})
     _flip(tmp_path / "2")
     files = [str(path) for step in "13" for path in (tmp_path / step).rglob("d/*")]
-    opened = os.open
     with monkeypatch.context() as patch:
-        patch.setattr(os, "open", lambda path, *a, **k: opened(_tell(path, files), *a, **k))
+        _unreadable(patch, files)
         with (
             ck.Saver(tmp_path) as saver,
             pytest.raises(
@@ -466,9 +468,8 @@ def test_a_run_that_comes_past_a_step_that_it_refused_puts_it_aside(tmp_path, mo
             shutil.rmtree(two / "state")
             (two / "state").write_text("a file")
     there = {str(path.relative_to(two)): path.is_file() for path in two.rglob("*")}
-    opened = os.open
     with monkeypatch.context() as patch, ck.Saver(tmp_path) as saver:
-        patch.setattr(os, "open", lambda path, *a, **k: opened(_tell(path, files), *a, **k))
+        _unreadable(patch, files)
         with pytest.warns(UserWarning, match="step 2 cannot be read"):
             assert saver.resume({"w": np.zeros(5000, int)})[1] == 1
         files.clear()
@@ -480,7 +481,7 @@ def test_a_run_that_comes_past_a_step_that_it_refused_puts_it_aside(tmp_path, mo
         saver._idle.wait()
         assert isinstance(saver.last_error, ck.Exists)  # It is now a step like others.
         saver.save(3, {"w": np.full(5000, 3)})
-    marked = what in ("a state that is a file",)
+    marked = what == "a state that is a file"
     (aside,) = tmp_path.glob("2.set-aside-*")
     left = {str(path.relative_to(aside)): path.is_file() for path in aside.rglob("*")}
     assert {name: kind for name, kind in left.items() if name != "BAD.json" or not marked} == there
@@ -488,27 +489,38 @@ def test_a_run_that_comes_past_a_step_that_it_refused_puts_it_aside(tmp_path, mo
         assert ck.verify(aside).ok
 
 
+@pytest.mark.parametrize("when", ["before the save", "while it is written"])
 @pytest.mark.parametrize("refusal", ["no manifest", "unreadable"])
-def test_what_another_wrote_since_a_step_was_refused_is_not_replaced(tmp_path, monkeypatch, refusal):
+def test_what_another_wrote_since_a_step_was_refused_is_not_replaced(tmp_path, monkeypatch, refusal, when):
     for step in (1, 2):
         ck.save(tmp_path / str(step), {"w": np.full(5000, step)})
-    files = []
+    files, events = [], []
     if refusal == "no manifest":
         (tmp_path / "2" / "MANIFEST.json").unlink()
     else:
         files = [str(path) for path in (tmp_path / "2").rglob("*") if path.is_file()]
-    opened = os.open
-    with monkeypatch.context() as patch, ck.Saver(tmp_path) as saver:
-        patch.setattr(os, "open", lambda path, *a, **k: opened(_tell(path, files), *a, **k))
-        with pytest.warns(UserWarning, match="step 2 cannot be read"):
-            assert saver.resume({"w": np.zeros(5000, int)})[1] == 1
-        files.clear()
+    commit = _commit.commit
+
+    def another(*_: Any) -> None:
+        monkeypatch.setattr(_commit, "commit", commit)
         shutil.move(tmp_path / "2", tmp_path / "old")
         ck.save(tmp_path / "2", {"w": np.full(5000, 33)})
+
+    with ck.Saver(tmp_path, on_event=events.append) as saver:
+        with monkeypatch.context() as patch:
+            _unreadable(patch, files)
+            with pytest.warns(UserWarning, match="step 2 cannot be read"):
+                assert saver.resume({"w": np.zeros(5000, int)})[1] == 1
+        if when == "before the save":
+            another()
+        else:
+            monkeypatch.setattr(_commit, "commit", lambda *given: (another(), commit(*given)))
         saver.save(2, {"w": np.full(5000, 22)})
         saver._idle.wait()
         assert isinstance(saver.last_error, ck.Exists)
         assert ck.restore(tmp_path / "2")["w"][0] == 33
+        # Who comes too late is told so before anything is written.
+        assert ("written" in kinds(events)) == (when == "while it is written")
         saver.save(3, {"w": np.full(5000, 3)})
 
 
@@ -587,10 +599,10 @@ def test_what_is_put_aside_and_not_durably_so_is_no_committed_step(tmp_path, mon
 
 def test_the_causes_of_failed_saves_are_told_also_where_the_root_cannot_be_read(tmp_path, monkeypatch):
     ck.save(tmp_path / "1", {"w": np.zeros(3)})
-    opened, files = os.open, [str(tmp_path / "1" / "MANIFEST.json")]
+    files = [str(tmp_path / "1" / "MANIFEST.json")]
     with ck.Saver(tmp_path, max_failures=1) as saver:
         with monkeypatch.context() as patch:
-            patch.setattr(os, "open", lambda path, *a, **k: opened(_tell(path, files), *a, **k))
+            _unreadable(patch, files)
             patch.setattr(os, "mkdir", lambda path, *a: _tell(path, [str(path)]))
             saver.save(2, {"w": np.zeros(3)})
             saver._idle.wait()
