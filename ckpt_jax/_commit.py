@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from . import _manifest, _storage
+from . import _manifest, _storage, _units
 from ._manifest import Manifest
 from ._storage import Folder, Unsure
 from .errors import CheckpointError, Corrupt, Exists, Fault, NotFound
@@ -64,7 +64,7 @@ def _not_found(place: Folder) -> NotFound:
     if found := steps(place) if entries else []:
         newest = place / str(found[-1])
         return NotFound(
-            f"{place} is a root of {len(found)} checkpoint{'s' * (len(found) > 1)}, not one",
+            f"{place} is a root of {_units.several(len(found), 'checkpoint')}, not one",
             hint=f'its newest is "{newest}"; ckpt_jax.latest("{place}") gives that path',
         )
     if entries:

@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from . import _faults, _open, _storage, _structure, _values
+from . import _faults, _open, _storage, _structure, _units, _values
 from ._manifest import Leaf
 
 
@@ -60,7 +60,7 @@ class Diff:
     def __str__(self) -> str:
         if self.equal:
             return f"{self.a} and {self.b} hold the same: {self.same:,} leaves, by their digests"
-        places = f"{len(self.changes):,} place{'s' * (len(self.changes) != 1)}"
+        places = _units.several(len(self.changes), "place")
         same = f"{self.same:,} lea{'ves are' if self.same != 1 else 'f is'} the same"
         head = f"{self.a} (a) and {self.b} (b) differ in {places}; {same}:"
         return "\n".join([head, *(f"  {change}" for change in self.changes)])

@@ -2,7 +2,7 @@
 
 import contextlib
 
-from . import _commit, _manifest, _reading
+from . import _commit, _manifest, _reading, _units
 from ._manifest import Manifest
 from ._ocdbt import Tree
 from ._storage import Folder
@@ -13,7 +13,7 @@ def damaged(place: Folder, faults: list[Fault], *, verified: bool = False) -> Co
     """What to say about a checkpoint whose bytes are not the ones that were saved; `verified` if all were looked at."""
     hints = [] if _commit.step_of(place.name) is None else [f"`ckpt-jax ls {place.parent}` lists older steps"]
     hints += [] if verified else [f"`ckpt-jax verify {place}` checks every chunk"]
-    many = f"{len(faults)} place{'s' * (len(faults) != 1)}"
+    many = _units.several(len(faults), "place")
     return Corrupt(f"{place} is damaged in {many}", faults, hint="; ".join(hints))
 
 

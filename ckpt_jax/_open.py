@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from . import _chunks, _commit, _faults, _manifest, _reading, _storage, _structure, _values, _zarr
+from . import _chunks, _commit, _faults, _manifest, _reading, _storage, _structure, _units, _values, _zarr
 from ._manifest import Leaf, Manifest
 from ._structure import Node
 
@@ -116,7 +116,7 @@ class LazyArray:
         if not self._leaf.stored:
             return f"<{self.name}: {self._leaf}>"
         count = self._leaf.chunks
-        return f"<{self.name}: {self._leaf}, {self.nbytes:,} bytes in {count:,} chunk{'s' * (count != 1)}>"
+        return f"<{self.name}: {self._leaf}, {self.nbytes:,} bytes in {_units.several(count, 'chunk')}>"
 
 
 class Checkpoint(Mapping[str, LazyArray]):

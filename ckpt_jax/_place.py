@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from . import _chunks, _leaves, _reading, _values, _zarr
+from . import _chunks, _leaves, _reading, _units, _values, _zarr
 from ._chunks import Box, Shape
 from ._leaves import Target
 from ._manifest import Leaf
@@ -252,7 +252,7 @@ def converted(values: np.ndarray, dtype: str) -> np.ndarray:
                 first = block[lost][0] if first is None else first
                 count += int(lost.sum())
     if count:
-        raise Unfit(f"{count:,} value{'s' * (count != 1)} that {dtype} cannot hold, such as {first}")
+        raise Unfit(f"{_units.several(count, 'value')} that {dtype} cannot hold, such as {first}")
     return result
 
 

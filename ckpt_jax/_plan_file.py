@@ -11,6 +11,7 @@ from ._units import DAY, YEAR
 from .errors import CheckpointError, Fault
 
 LARGEST = 1_000_000  # Bytes of a file.
+SIZE = ("state.parameters", "state.bytes")  # Either says how large a checkpoint is.
 CLASSES = ("process", "node", "rack")  # What fails, and with it what it holds: memory, a disk, several disks.
 
 
@@ -138,7 +139,7 @@ def loads(data: bytes, path: str) -> Setup:
     setup = _setup(reader)
     reader.unknown()
     if reader.faults:
-        many = f"{len(reader.faults)} place{'s' * (len(reader.faults) != 1)}"
+        many = _units.several(len(reader.faults), "place")
         raise CheckpointError(
             f"{path} is no plan, in {many}", reader.faults, hint="docs/plan.md lists all keys, with their units"
         )
@@ -151,6 +152,7 @@ class _Reader:
     def __init__(self, tables: dict[str, Any]):
         self.tables, self.faults = tables, list[Fault]()
         self._known: dict[str, set[str]] = {"": set()}
+        self.given = set[str]()
 
     def has(self, section: str) -> bool:
         return bool(self._section(section))
@@ -164,7 +166,10 @@ class _Reader:
 
     def _take(self, section: str, key: str) -> Any:
         self._known.setdefault(section, set()).add(key)
-        return (self._section(section) if section else self.tables).get(key)
+        value = (self._section(section) if section else self.tables).get(key)
+        if value is not None:
+            self.given.add(f"{section}.{key}")
+        return value
 
     def fault(self, place: str, expected: str, found: object) -> None:
         self.faults.append(Fault(place, expected, found if isinstance(found, str) else repr(found)[:200]))
@@ -213,8 +218,10 @@ class _Reader:
             return value
         return self.fault(f"{section}.{key}", "a table", value)
 
-    def missing(self, place: str, expected: str) -> None:
-        self.fault(place, expected, "missing")
+    def needs(self, expected: str, *places: str) -> None:
+        """A fault if none of these keys is there. One that is there and wrong has its fault already."""
+        if not self.given.intersection(places):
+            self.fault(places[0], expected, "missing")
 
     def unknown(self) -> None:
         """Faults for what nobody asked for: a key that is misspelt would be passed over in silence."""
@@ -236,8 +243,8 @@ def _setup(read: _Reader) -> Setup:
     recipe = _recipe(read)
     if parameters is not None and size is not None:
         read.fault("state.bytes", "either parameters or bytes", "both")
-    if read.has("state") and parameters is None and size is None:
-        read.missing("state.parameters", 'the number of parameters, such as "70 B", or state.bytes')
+    if read.has("state"):
+        read.needs('the number of parameters, such as "70 B", or state.bytes', *SIZE)
     if parameters is not None:
         size = plan.state_bytes(parameters, recipe)
     devices = read.whole("cluster", "devices", 1, 10**8)
@@ -245,21 +252,27 @@ def _setup(read: _Reader) -> Setup:
     price = read.number("cluster", "price", "count", 0, 1e6)
     currency = read.text("cluster", "currency", 8)
     length = read.number("run", "length", "seconds", 60, 20 * YEAR)
-    if read.has("cluster") and devices is None:
-        read.missing("cluster.devices", "the number of devices, such as 1024")
+    if read.has("cluster"):
+        read.needs("the number of devices, such as 1024", "cluster.devices")
     nodes = Setup(devices=devices, per_node=per_node).nodes
     mtbf, observed = _failures(read, devices)
     shared, local = _saves(read, size, nodes)
     last = read.whole("keep", "last", 1, 10**6)
     daily = read.whole("keep", "daily", 0, 10**5)
-    if (read.has("keep") or price is not None) and length is None:
-        read.missing("run.length", 'a duration, such as "30 days", by which checkpoints and hours are counted')
-    if daily and last is None:
-        read.missing("keep.last", "how many of the newest stay besides: without it all do")
+    notices = read.numbers("preemption", "notice", "seconds", 0, DAY)
+    if read.has("keep") or price is not None:
+        read.needs('a duration, such as "30 days", by which checkpoints and hours are counted', "run.length")
+    if daily:
+        read.needs("how many of the newest stay besides: without it all do", "keep.last")
+    if read.has("keep"):
+        read.needs("the size of a checkpoint, by which those that are kept are counted", *SIZE)
+    if shared.within:
+        read.needs("the size of a checkpoint, which is to be written within that time", *SIZE)
+    if read.has("preemption"):
+        read.needs('how long the warning is, such as "120 s"', "preemption.notice")
+        read.needs("how long a last save takes", "save.pause", "save.write", "save.bandwidth")
     if not (read.has("state") or read.has("save") or read.has("failures")):
-        read.missing("save", "something to plan: [state], [save] or [failures]")
-    if read.has("keep") and size is None:
-        read.missing("state", "the size of a checkpoint, by which those that are kept are counted")
+        read.fault("save", "something to plan: [state], [save] or [failures]", "missing")
     return Setup(
         name=name,
         size=size,
@@ -278,7 +291,7 @@ def _setup(read: _Reader) -> Setup:
         local=local,
         last=last,
         daily=daily or 0,
-        notices=read.numbers("preemption", "notice", "seconds", 0, DAY),
+        notices=notices,
     )
 
 
@@ -302,14 +315,16 @@ def _failures(read: _Reader, devices: int | None) -> tuple[float | None, tuple[f
     count = read.number("failures", "count", "count", 1, 1e9)
     over = read.number("failures", "over", "seconds", 60, 100 * YEAR)
     on = read.whole("failures", "devices", 1, 10**8)
-    if (count is None) != (over is None):
-        read.missing(f"failures.{'over' if over is None else 'count'}", "both: so many failures, in this time")
+    for one, other in (("count", "over"), ("over", "count")):
+        if f"failures.{one}" in read.given:
+            read.needs("both: so many failures, in this time", f"failures.{other}")
     if mtbf is not None and count is not None:
         read.fault("failures.count", "either mtbf or count and over", "both")
-    if read.has("failures") and mtbf is None and count is None:
-        read.missing("failures.mtbf", 'the time between failures, such as "44 h", or failures.count and failures.over')
-    if on is not None and devices is None:
-        read.missing("cluster.devices", "the number of devices, to which the failures are scaled")
+    if read.has("failures"):
+        expected = 'the time between failures, such as "44 h", or failures.count and failures.over'
+        read.needs(expected, "failures.mtbf", "failures.count", "failures.over")
+    if on is not None:
+        read.needs("the number of devices, to which the failures are scaled", "cluster.devices")
     if mtbf is not None and on is not None and devices is not None:
         mtbf *= on / devices  # As it was on so many.
     if count is None or over is None:
@@ -319,13 +334,15 @@ def _failures(read: _Reader, devices: int | None) -> tuple[float | None, tuple[f
 
 
 def _shares(read: _Reader, local: Saves | None) -> Mapping[str, float]:
+    told = read.table("failures", "shares")
     found = {name: read.number("failures.shares", name, "count", 0, 1) for name in CLASSES}
     shares = {name: share for name, share in found.items() if share is not None}
-    read.table("failures", "shares")
-    if shares and abs(sum(shares.values()) - 1) > 1e-6:
+    wrong = told is not None and any(found[name] is None for name in CLASSES if name in told)
+    if told is not None and not wrong and abs(sum(shares.values()) - 1) > 1e-6:
         read.fault("failures.shares", "parts that add up to 1", f"{sum(shares.values()):g}")
-    if local is not None and not shares:
-        read.missing("failures.shares", "the part of process, node and rack in the failures, which are 1 together")
+    if local is not None:
+        expected = "the part of process, node and rack in the failures, which are 1 together"
+        read.needs(expected, "failures.shares")
     return shares or {"process": 1.0}
 
 
@@ -356,14 +373,17 @@ def _tier(read: _Reader, section: str, size: float | None, rate: str) -> Saves:
     speed = read.number(section, rate, "bytes/s", 1e3, 1e16)
     if write is not None and speed is not None:
         read.fault(f"{section}.{rate}", f"either write or {rate}", "both")
-    if speed is not None and size is None:
-        read.missing("state" if section == "save" else "cluster.devices", f"what {section}.{rate} is to carry")
+    if speed is not None:
+        read.needs(f"what {section}.{rate} is to carry", *SIZE)
+        if section == "local":
+            read.needs(f"what {section}.{rate} is to carry: a node's part", "cluster.devices")
     if speed is not None and size is not None:
         write = size / speed
     blocks = pause if pause is not None else write
     if interval is not None and blocks is not None and interval < blocks:
         at_least = f"at least the {_units.duration(blocks)} for which training stands still"
         read.fault(f"{section}.interval", at_least, _units.duration(interval))
-    if read.has(section) and pause is None and write is None and speed is None:
-        read.missing(f"{section}.pause", f'a duration, such as "5 s", or {section}.write, or {section}.{rate}')
+    if read.has(section):
+        expected = f'a duration, such as "5 s", or {section}.write, or {section}.{rate}'
+        read.needs(expected, *(f"{section}.{key}" for key in ("pause", "write", rate)))
     return Saves(interval, pause, write)

@@ -8,7 +8,7 @@ from typing import Any
 
 from . import _values, plan
 from ._plan_file import Saves, Setup
-from ._units import DAY, HOUR, digits, duration, percent
+from ._units import DAY, HOUR, digits, duration, percent, several
 from .plan import Tier
 
 size = functools.partial(_values.human, figures=2)  # As the sums of others are printed.
@@ -41,6 +41,29 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Kept:
+    """The checkpoints that stay: how many, and their bytes."""
+
+    checkpoints: float
+    bytes: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Notice:
+    """Whether a warning of a preemption is long enough.
+
+    Attributes:
+        seconds: of warning.
+        least: seconds that a last save takes; None where the plan does not tell how long the write is.
+        most: the same where a save has just begun, which must end before.
+    """
+
+    seconds: float
+    least: float | None
+    most: float | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Sums:
     """All that a plan comes to.
 
@@ -50,8 +73,8 @@ class Sums:
         young, daly: as of `ckpt_jax.plan`; of the failures that shared storage is needed for.
         local: seconds between two saves to the local tier.
         rows: what some intervals cost, in ascending order.
-        kept: bytes of the checkpoints that stay, and how many those are.
-        notices: for each its seconds, what a last save takes, and what it takes where one has just begun.
+        kept: the checkpoints that stay; None where the plan tells no size, length, or number of them.
+        notices: whether each is long enough for a last save.
     """
 
     setup: Setup
@@ -60,8 +83,8 @@ class Sums:
     daly: float | None
     local: float | None
     rows: tuple[Row, ...]
-    kept: tuple[float, float] | None
-    notices: tuple[tuple[float, float, float], ...]
+    kept: Kept | None
+    notices: tuple[Notice, ...]
 
     @property
     def today(self) -> Row | None:
@@ -109,7 +132,7 @@ def sums(setup: Setup) -> Sums:
         chosen = {"last": setup.last, "daily": setup.daily}
         every = taken(shared, today) if today else best
         held = plan.storage(setup.size, length=setup.length, interval=every, **chosen)
-        kept = (held, held / setup.size)
+        kept = Kept(held / setup.size, held)
     return Sums(
         setup=setup,
         optimum=best,
@@ -118,7 +141,7 @@ def sums(setup: Setup) -> Sums:
         local=local,
         rows=tuple(row(setup, interval, best=best) for interval in sorted(wanted)),
         kept=kept,
-        notices=tuple((notice, *plan.last_save(shared.blocks, shared.behind)) for notice in setup.notices if says),
+        notices=tuple(_notice(shared, seconds) for seconds in setup.notices if says),
     )
 
 
@@ -129,6 +152,12 @@ def local_interval(setup: Setup) -> float | None:
     mtbf = setup.mtbf_of(setup.local.covers)
     best = None if mtbf is None else plan.optimum(setup.local.blocks, mtbf, write=setup.local.behind)
     return setup.local.interval or best or None
+
+
+def _notice(saves: Saves, seconds: float) -> Notice:
+    if saves.pause is not None and saves.write is None:
+        return Notice(seconds, None, None)
+    return Notice(seconds, *plan.last_save(saves.blocks, saves.behind))
 
 
 def taken(saves: Saves, interval: float) -> float:
@@ -191,8 +220,8 @@ def _state(setup: Setup) -> Iterator[str]:
     else:
         yield f"A checkpoint: {size(setup.size)}."
     if setup.devices is not None and setup.nodes is not None:
-        shares = f"{size(setup.size / setup.nodes)} a node ({setup.nodes:,} nodes)"
-        yield f"  {shares}, {size(setup.size / setup.devices)} a device ({setup.devices:,} devices)."
+        shares = f"{size(setup.size / setup.nodes)} a node ({several(setup.nodes, 'node')})"
+        yield f"  {shares}, {size(setup.size / setup.devices)} a device ({several(setup.devices, 'device')})."
 
 
 def _failures(setup: Setup) -> Iterator[str]:
@@ -200,7 +229,7 @@ def _failures(setup: Setup) -> Iterator[str]:
         return
     if setup.observed is not None:
         count, over, devices = setup.observed
-        on = f" on {devices:,.0f} devices" if devices != setup.devices else ""
+        on = f" on {several(int(devices), 'device')}" if devices != setup.devices else ""
         here = f" on {setup.devices:,}" if on and setup.devices else ""
         many = f"{count:,.0f} in {duration(over)}{on}"
         yield f"Failures: {many}, so {digits(DAY / setup.mtbf)} a day{here}: one every {duration(setup.mtbf)}."
@@ -212,6 +241,8 @@ def _failures(setup: Setup) -> Iterator[str]:
             kinds = " or ".join(kind for kind in tier.covers if setup.shares.get(kind))
             if mtbf is not None:
                 yield f"  Of a {kinds}: one every {duration(mtbf)}; the run goes on from {name}."
+            else:
+                yield f"  None is such that the run goes on from {name}: no best interval follows for that."
 
 
 def _saves(setup: Setup) -> Iterator[str]:
@@ -329,13 +360,13 @@ def _kept(found: Sums) -> Iterator[str]:
     setup = found.setup
     if found.kept is None or setup.length is None or setup.size is None:
         return
-    held, count = found.kept
     if setup.last is None:
         policy = f"all of {duration(setup.length)}"
     else:
         days = min(setup.daily, math.ceil(setup.length / DAY))
-        policy = f"the last {setup.last}" + f" and one a day for {days} days" * bool(days)
-    yield f"Storage: {policy}: {count:,.0f} × {size(setup.size)} = {size(held)}, and one more while it is written."
+        policy = f"the last {setup.last}" + f" and one a day for {several(days, 'day')}" * bool(days)
+    many = f"{found.kept.checkpoints:,.0f} × {size(setup.size)} = {size(found.kept.bytes)}"
+    yield f"Storage: {policy}: {many}, and one more while it is written."
 
 
 def _rates(found: Sums) -> Iterator[str]:
@@ -354,12 +385,11 @@ def _rates(found: Sums) -> Iterator[str]:
 
 def _notices(found: Sums) -> Iterator[str]:
     tier = found.setup.shared
-    for notice, least, most in found.notices:
-        unsaid = tier.pause is not None and tier.write is None
-        if unsaid:
-            verdict = (
-                f"leaves {duration(notice - least)} for the write" if notice > least else "leaves nothing for the write"
-            )
+    for each in found.notices:
+        notice, least, most = each.seconds, each.least, each.most
+        if least is None or most is None:
+            left = duration(notice - tier.blocks) if notice > tier.blocks else "nothing"
+            verdict = f"leaves {left} for the write"
         elif most <= notice:
             verdict = f"is long enough for a last save: {duration(most)} at worst"
         elif least <= notice:

@@ -108,18 +108,19 @@ def text(found: Measured) -> str:
     fit, named = found.failures, _units.duration
     every = f"; one every {named(found.interval)}" if found.interval is not None else ""
     lines = [
-        f"{found.root}: of the last {found.saves} saves the median pause is {named(found.pause)} and the median write "
-        f"{named(found.write)}{every}; a checkpoint has {_values.human(found.size)}."
+        f"{found.root}: in the last {_units.several(found.saves, 'save')} the median pause was {named(found.pause)} "
+        f"and the median write {named(found.write)}{every}; a checkpoint has {_values.human(found.size)}."
     ]
     if found.skipped or found.failed:
-        lines.append(
-            f"  {found.skipped} saves were skipped, as the one before was being written; {found.failed} failed."
-        )
+        skipped = f"{_units.several(found.skipped, 'save')} skipped, as the one before was being written"
+        lines.append(f"  {skipped}; {found.failed} failed.")
     if fit.failures:
-        bounds = f"between {named(fit.low)} and {named(fit.high)}, by {fit.confidence:.0%}"
-        many = f"{fit.failures} failure{'s' * (fit.failures != 1)} in {named(fit.seconds)}"
+        bounds = f"between {named(fit.low)} and {named(fit.high)}, with {fit.confidence:.0%} confidence"
+        many = f"{_units.several(fit.failures, 'failure')} in {named(fit.seconds)}"
         lines.append(f"  {many}: one every {named(fit.mtbf)} ({bounds}).")
     else:
-        least = f"so there are at least {named(fit.low)} between two, by {(1 + fit.confidence) / 2:.0%}"
+        least = (
+            f"so a failure is at least {named(fit.low)} from the next, with {(1 + fit.confidence) / 2:.0%} confidence"
+        )
         lines.append(f"  Nothing has failed in {named(fit.seconds)}, {least}: too little to plan by.")
     return "\n".join(lines)

@@ -23,6 +23,7 @@ from . import (
     _storage,
     _structure,
     _tree,
+    _units,
     _values,
 )
 from ._leaves import Target
@@ -143,7 +144,7 @@ def _matched(
     pairs = {name: (saved[name], want) for name, want in targets.items() if name in saved}
     faults += (fault for name, (leaf, want) in pairs.items() if (fault := fits(name, leaf, want, cast=cast)))
     if faults:
-        places = f"{len(faults)} place{'s' * (len(faults) != 1)}"
+        places = _units.several(len(faults), "place")
         raise Mismatch(
             f"{place} does not fit `like` in {places}",
             faults,

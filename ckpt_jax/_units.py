@@ -104,3 +104,12 @@ def percent(share: float) -> str:
     if share == 0:
         return "0 %"
     return f"{100 * share:.1f} %" if share >= 0.001 else f"{digits(100 * share)} %"
+
+
+def several(count: int, noun: str) -> str:
+    """So many of something.
+
+    >>> several(1, "place"), several(1024, "device")
+    ('1 place', '1,024 devices')
+    """
+    return f"{count:,} {noun}{'s' * (count != 1)}"

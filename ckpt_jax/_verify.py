@@ -7,7 +7,7 @@ from typing import Literal
 
 import xxhash
 
-from . import _chunks, _commit, _faults, _reading, _storage, _values, _zarr
+from . import _chunks, _commit, _faults, _reading, _storage, _units, _values, _zarr
 from ._manifest import Manifest
 from .errors import CheckpointError, Fault, NotFound
 
@@ -46,7 +46,7 @@ class Report:
             chunks = f"{self.chunks:,} chunks read back, all as they were saved"
             read = chunks if self.level == "chunks" else "all files there"
             return f"{self.path}: {read} ({_values.human(self.bytes)}, {self.seconds:.1f} s)"
-        places = f"{len(self.faults)} place{'s' * (len(self.faults) != 1)}"
+        places = _units.several(len(self.faults), "place")
         what = "damaged" if len(self.unread) < len(self.faults) else "not to be read now, which may be no damage,"
         return "\n".join([f"{self.path}: {what} in {places}:", *(f"  {fault}" for fault in self.faults)])
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from . import _commit, _manifest, _storage, _values
+from . import _commit, _manifest, _storage, _units, _values
 from ._manifest import Leaf, Manifest
 from .errors import CheckpointError, Corrupt, NotFound
 
@@ -221,11 +221,11 @@ def _spread(leaf: Leaf, manifest: Manifest) -> str:
         return leaf.host and "on the host"
     try:
         if "spec" not in sharding:
-            return f"{sharding['devices']} device{'s' * (sharding['devices'] > 1)}"
+            return _units.several(int(sharding["devices"]), "device")
         axes = "×".join(f"{name}{size}" for name, size in sharding["axes"].items())
         parts = ("+".join(p) if isinstance(p, list) else p or "–" for p in sharding["spec"])
         return f"({', '.join(parts)}) on {axes}"
-    except (KeyError, TypeError, AttributeError):  # For information only, so nobody has checked it.
+    except (KeyError, TypeError, ValueError, AttributeError):  # For information only, so nobody has checked it.
         return "?"
 
 
@@ -386,7 +386,7 @@ def plan(
     if plot is not None:
         from . import _plan_plot
 
-        _plan_plot.save(found, plot)
+        _plan_plot.save(found, plot, other)
     if as_json:
         _print_json(_plan_report.as_json(found, other, run))
         return

@@ -52,7 +52,7 @@ def test_70b_for_30_days_on_1024_gpus():
     assert found.setup.devices * found.setup.length / HOUR == 737_280
     assert _units.digits(today.device_hours) == "51,000"
     assert f"{best.interval / MINUTE:.0f}" == "97"
-    held, count = found.kept
+    held, count = found.kept.bytes, found.kept.checkpoints
     assert (count, _units.digits(held / 1e12)) == (360, "350")
 
 
@@ -61,7 +61,7 @@ def test_70b_for_30_days_with_a_pause_of_5_seconds():
     assert math.floor(found.best.interval / MINUTE) == 15
     assert f"{found.best.total:.1%}" == "1.1%"
     assert _units.digits(before.today.device_hours - found.best.device_hours) == "43,000"
-    held, count = found.kept
+    held, count = found.kept.bytes, found.kept.checkpoints
     assert (count, f"{held / 1e12:.0f}") == (33, "32")
     assert "43,000 device-hours" in _plan_report.compared(before, found)
 
@@ -86,7 +86,7 @@ def test_70b_on_1024_h100s():
     hours = found.setup.devices * found.setup.length / HOUR
     assert _plan_report._money(found.best.money, "$") == "$43k"
     assert _plan_report._money(hours * 2.5, "$", 3) == "$1.87M"
-    held, count = found.kept
+    held, count = found.kept.bytes, found.kept.checkpoints
     assert (count, f"{held / 1e12:.0f}") == (17, "17")
     assert [f"{plan.bandwidth(1e12, seconds) / 1e9:.0f}" for seconds in found.setup.shared.within] == ["8", "6"]
 
@@ -374,7 +374,7 @@ def test_all_that_is_wrong_in_a_file_is_told_at_once_with_its_key_unit_and_range
         ("", "save"),
         ("[failures]\nmtbf = 9\n[failures.shares]\nnode = 0.4", "failures.shares"),
         ("[save]\ninterval = 9", "save.pause"),
-        ("[save]\nbandwidth = 9e9", "state"),
+        ("[save]\nbandwidth = 9e9", "state.parameters"),
         ("[save]\npause = 1\nwrite = 3\nbandwidth = 9e9\n[state]\nbytes = 9", "save.bandwidth"),
         ("[save]\npause = 10\ninterval = 5", "save.interval"),
         ("[save]\nwrite = 10\ninterval = 5", "save.interval"),
@@ -383,7 +383,11 @@ def test_all_that_is_wrong_in_a_file_is_told_at_once_with_its_key_unit_and_range
         ("[state]\nparameters = 9\n[state.recipe]\nweights = 'heavy'", "state.recipe.weights"),
         ("[state]\nrecipe = 'fp32-adam'", "state.parameters"),
         ("[keep]\nlast = 3\n[state]\nbytes = 3", "run.length"),
-        ("[keep]\nlast = 3\n[run]\nlength = '3 days'", "state"),
+        ("[keep]\nlast = 3\n[run]\nlength = '3 days'", "state.parameters"),
+        ("[save]\npause = 1\nwithin = '2 min'", "state.parameters"),
+        ("[preemption]\nnotice = '2 min'", "save.pause"),
+        ("[preemption]\nnotices = '2 min'", "preemption.notice"),
+        ("[failures]\nmtbf = 9\n[failures.shares]", "failures.shares"),
         ("[cluster]\nprice = 3\n[run]\nlength = '3 days'", "cluster.devices"),
         ("[local]\nnode_bandwidth = 9e9\n[state]\nbytes = 9", "cluster.devices"),
         ("[preemption]\nnotice = ['1 h', 'soon']", "preemption.notice"),
@@ -394,6 +398,23 @@ def test_all_that_is_wrong_in_a_file_is_told_at_once_with_its_key_unit_and_range
 )  # fmt: skip
 def test_what_is_missing_or_twice_there_is_told(data, place):
     assert place in [fault.place for fault in refused(data).faults]
+
+
+@pytest.mark.parametrize(
+    ("data", "place"),
+    [
+        ("[failures]\nmtbf = 'soon'", "failures.mtbf"),
+        ("[failures]\ncount = -1\nover = '9 days'", "failures.count"),
+        ("[failures]\nmtbf = 9\n[failures.shares]\nnode = 4", "failures.shares.node"),
+        ("[state]\nbytes = 'much'", "state.bytes"),
+        ("[state]\nbytes = 'much'\n[save]\nbandwidth = '5 GB/s'", "state.bytes"),
+        ("[cluster]\ndevices = 'all'\n[failures]\nmtbf = 9\ndevices = 3", "cluster.devices"),
+        ("[save]\npause = -1", "save.pause"),
+        ("[save]\npause = 1\n[preemption]\nnotice = 'short'", "preemption.notice"),
+    ],
+)
+def test_what_is_there_and_wrong_is_told_once(data, place):
+    assert [fault.place for fault in refused(data).faults] == [place]
 
 
 @pytest.mark.parametrize("data", [b"\xff", b"a = ", b"[" * 100_000, b"x = 1e", b"a = 1\na = 2"])
@@ -512,7 +533,7 @@ def test_a_plan_from_a_run_takes_what_it_measured(tmp_path):
     assert (setup.size, setup.shared.pause, setup.shared.write) == (8000, found.pause, found.write)
     assert setup.mtbf == found.failures.mtbf
     told = _plan_run.text(found)
-    assert "of the last 6 saves the median pause is" in told
+    assert "in the last 6 saves the median pause was" in told
     assert "1 failure in" in told
     code, out, err = command(str(CONFIGS / "llama70b-1024.toml"), "--from", str(root), "--json")
     assert code == 0, err
@@ -654,13 +675,16 @@ def test_numpys_numbers_are_numbers():
     assert plan.state_bytes(np.int64(10)) == plan.state_bytes(np.float32(10)) == 140
 
 
+def labels(figure) -> list[str]:
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
 def test_the_plot_marks_what_it_says(tmp_path):
     from ckpt_jax import _plan_plot
 
     figure = _plan_plot.draw(sums("70b-30-days"))
     axes = figure.axes[0]
-    labels = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert labels == [
+    assert labels(figure) == [
         "wasted in all", "stall in saves", "work lost", "best: every 97 min, 6.7 %", "today: every 2 h, 6.9 %",
     ]  # fmt: skip
     assert {line.get_color() for line in axes.get_lines()} == {"black"}
@@ -675,9 +699,69 @@ def test_the_plot_marks_what_it_says(tmp_path):
         assert (tmp_path / f"x.{kind}").stat().st_size > 1000
 
 
+def test_the_plot_of_two_plans_tells_them_apart():
+    from ckpt_jax import _plan_plot
+
+    one, other = sums("70b-30-days"), sums("70b-30-days-two-stage")
+    figure = _plan_plot.draw(one, other)
+    assert labels(figure) == [
+        "70 B for 30 days on 1,024 GPUs: wasted in all",
+        "70 B for 30 days on 1,024 GPUs: best: every 97 min, 6.7 %",
+        "70 B for 30 days on 1,024 GPUs: today: every 2 h, 6.9 %",
+        "70 B for 30 days on 1,024 GPUs, two-stage: wasted in all",
+        "70 B for 30 days on 1,024 GPUs, two-stage: best: every 15 min, 1.1 %",
+    ]
+    axes = figure.axes[0]
+    curves = [line for line in axes.get_lines() if line.get_marker() == "None"]
+    for line, each in zip(curves, (one, other), strict=True):
+        at = int(np.argmin(line.get_ydata()))
+        assert line.get_xdata()[at] == pytest.approx(each.optimum, rel=0.05)
+    assert len({line.get_color() for line in curves}) == 2
+    assert figure.axes[0].child_axes  # Both have the same device-hours: their axis is drawn.
+    assert not _plan_plot.draw(one, sums("naive")).axes[0].child_axes
+
+
+def test_every_mark_lies_on_the_plot():
+    """Where saves are skipped, today's stands at the interval that is left."""
+    from ckpt_jax import _plan_plot
+
+    setup = _plan_file.loads(b"[failures]\nmtbf='24 h'\n[save]\ninterval=10\npause=5\nwrite=196", "x")
+    figure = _plan_plot.draw(_plan_report.sums(setup))
+    low, high = figure.axes[0].get_xlim()
+    marks = [line.get_xdata()[0] for line in figure.axes[0].get_lines() if line.get_marker() != "None"]
+    assert 210 in marks
+    assert all(low <= mark <= high for mark in marks)
+
+
 def test_the_table_has_a_column_for_each_thing_that_is_known():
     assert "device-hours" not in _plan_report.table(sums("naive"))[0]
     assert "device-hours" in _plan_report.table(sums("llama70b-1024"))[0]
+
+
+def test_the_guide_lists_every_key_of_the_json():
+    guide = (ROOT / "docs" / "plan.md").read_text()
+    setup = _plan_file.load(str(CONFIGS / "70b-30-days-tiered.toml"))
+    found = _plan_report.sums(dataclasses.replace(setup, notices=(120.0,), last=3))
+    measured = _plan_run.Measured("x", 1, 1.0, 1.0, 1.0, 1.0, plan.fit_mtbf([]), 0, 0)
+    told = _plan_report.as_json(found, found, measured)
+    assert told.pop("compared").keys() == told.keys() - {"measured"}
+    told["setup"]["recipe"] = told["setup"]["shares"] = None  # Their keys are the user's own.
+    told["setup"]["local"] = None  # As `shared`.
+
+    def keys(value: object, place: str):
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            value, place = value[0], f"{place}[]"
+        if isinstance(value, dict):
+            for key, item in value.items():
+                yield from keys(item, f"{place}.{key}".lstrip("."))
+        else:
+            yield place
+
+    table = guide.partition("## What `--json` gives")[2].partition("\n## ")[0]
+    listed = set(
+        re.findall(r"`([a-z_.\[\]]+)`", "".join(row.split("|")[1] for row in table.splitlines() if "|" in row))
+    )
+    assert listed - {"compared"} == set(keys(told, ""))
 
 
 def test_the_guide_lists_every_key():
