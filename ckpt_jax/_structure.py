@@ -13,6 +13,7 @@ from .errors import Fault
 ROOT = "<root>"  # The name of a leaf that is the whole tree.
 
 LEAF = "*"  # Stands for a leaf.
+UNTOLD = "?"  # The type of a container of which another format told no more than the names of its children.
 NAMES = 1 << 26  # Characters in the names of all containers; one with long keys above it has its name from few bytes.
 
 _NODES = ("dict", "list", "tuple", "none", "named", "unnamed")
@@ -97,7 +98,8 @@ def differences(
     """Where two structures have containers that do not fit each other: `missing` in the checkpoint, `extra` in it, or
     of another kind. Leaves on one side only show in the names, which are the caller's to compare.
 
-    A dict with str keys fits a named node with the same names: names are what leaves are known by.
+    A dict with str keys fits a named node with the same names: names are what leaves are known by. A container whose
+    kind was not told fits any that has children of these names.
     """
 
     def walk(a: Node | str, b: Node | str, name: str) -> Iterator[tuple[Literal["missing", "extra", "other"], Fault]]:
@@ -124,6 +126,8 @@ def differences(
 
 
 def _fits(a: Node, b: Node) -> bool:
+    if a.type == UNTOLD:
+        return b.kind != "none"
     if a.kind == b.kind == "dict":
         ours, theirs = ({part(k): type(k) for k in keys_of(n)} for n in (a, b))
         return all(theirs.get(k, t) is t for k, t in ours.items())
@@ -155,6 +159,8 @@ def says(node: Node | str) -> str:
         return "a leaf"
     if node.kind == "none":
         return "None"
+    if node.type == UNTOLD:
+        return f"a container of {len(node.children)}" if node.children else "an empty container"
     kind = node.type.rpartition(".")[2] if node.type else node.kind
     if not node.children:
         return f"an empty {kind}"
