@@ -52,13 +52,13 @@ def read(flat: Flat, box: Box, name: str) -> np.ndarray:
     shape, ordered = (flat.shape[::-1], box[::-1]) if flat.fortran else (flat.shape, box)
     values = np.empty(_chunks.extent(ordered), flat.dtype)
     if values.size:
-        _fill(values, flat, flat.offset, shape, ordered, name)
+        _fill(values, flat, flat.offset, shape, ordered, name=name)
     if flat.big:
         values = values.byteswap()
     return values.T if flat.fortran else values
 
 
-def _fill(values: np.ndarray, flat: Flat, offset: int, shape: Shape, box: Box, name: str) -> None:
+def _fill(values: np.ndarray, flat: Flat, offset: int, shape: Shape, box: Box, *, name: str) -> None:
     """Reads what a box needs of the array at an offset: in one go where that lies in a row, or row by row."""
     inner = box[1:]
     row = values.dtype.itemsize * math.prod(shape[1:])
@@ -70,7 +70,7 @@ def _fill(values: np.ndarray, flat: Flat, offset: int, shape: Shape, box: Box, n
     step = ROWS // row
     if not step:  # A row of it is itself large.
         for at in range(start, stop):
-            _fill(values[at - start], flat, offset + at * row, shape[1:], inner, name)
+            _fill(values[at - start], flat, offset + at * row, shape[1:], inner, name=name)
         return
     for at in range(start, stop, step):
         count = min(step, stop - at)
