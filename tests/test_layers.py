@@ -48,18 +48,8 @@ NO_JAX = [
     "_faults",
 ]
 NO_JAX += ["_units", "plan", "plan_sim", "_pace", "_plan_file", "_plan_report", "_plan_run", "_plan_plot"]
-NO_JAX += [
-    "_view",
-    "_flat",
-    "_described",
-    "_zarr_arrays",
-    "_pickled",
-    "_from_orbax",
-    "_from_safetensors",
-    "_from_numpy",
-]
-NO_JAX += ["_from_msgpack", "_from_jax", "_from_torch", "_formats", "_copy", "_in_a_row", "_to_safetensors", "_to_npz"]
 NO_JAX += ["_faults", "_verify", "_retain", "_open", "_diff", "cli"]
+NO_JAX += ["_view", "_flat", "_zarr_arrays", "_from_orbax"]
 
 
 def modules() -> list[str]:
