@@ -70,7 +70,7 @@ def diff(a: _storage.PathLike, b: _storage.PathLike) -> Diff:
     """Compares two checkpoints: structure, shapes, dtypes and values, bit for bit; starts no device.
 
     Values are compared by the digests that were taken when they were saved; arrays are read only where the two are
-    cut into other chunks. Whether the bytes on disk still have those digests is what `verify` tells.
+    cut into other chunks, or one is Orbax's. Whether the bytes on disk still have those digests is what `verify` tells.
 
     Raises:
         NotFound: one of the two is not there.
@@ -93,7 +93,7 @@ def progress(a: _storage.PathLike, b: _storage.PathLike) -> Iterator[tuple[int, 
     one, two = _open.open(a), _open.open(b)
     for checkpoint in (one, two):  # What is not there cannot be the same.
         place = _storage.folder(checkpoint.path)
-        if faults := _faults.of_files(place, checkpoint.manifest):
+        if checkpoint.manifest.seal and (faults := _faults.of_files(place, checkpoint.manifest)):
             raise _faults.damaged(place, faults)
     ours, theirs = one.manifest.leaves, two.manifest.leaves
     changes = [Change(n, "only in a", a=str(ours[n])) for n in ours if n not in theirs]
@@ -128,7 +128,7 @@ def _compare(name: str, a: Leaf, b: Leaf, one: _open.Checkpoint, two: _open.Chec
             if msgspec.json.encode(a.value) == msgspec.json.encode(b.value)
             else Change(name, "values", _shown(a), _shown(b))
         )
-    if a.chunk == b.chunk:
+    if a.chunk == b.chunk and a.digests and b.digests:
         if a.digests == b.digests:
             return None
         return Change(name, "values", _how_far(one[name], two[name]))

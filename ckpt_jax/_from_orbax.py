@@ -9,7 +9,7 @@ import ml_dtypes  # noqa: F401  Registers bfloat16, float8 and the like with Num
 import msgspec
 import numpy as np
 
-from . import _commit, _view
+from . import _commit, _manifest, _orbax, _view
 from ._chunks import Box
 from ._manifest import Leaf
 from ._storage import Folder
@@ -20,6 +20,7 @@ from .errors import CheckpointError, Corrupt, Fault, NotFound
 
 METADATA, CHECKPOINT, MARKER = "_METADATA", "_CHECKPOINT_METADATA", "orbax.checkpoint"
 TMP = ".orbax-checkpoint-tmp"
+SUCCESS = "commit_success.txt"
 LARGEST = 1 << 30  # Bytes of a file of JSON.
 OPENED = 256  # Arrays opened at once.
 _SEQUENCE = 1
@@ -31,9 +32,16 @@ _JSON = ("metadata", "data.json")  # The file of an item that is JSON, in v0 and
 def is_here(place: Folder) -> bool:
     """Whether Orbax wrote what lies in a folder: a checkpoint, an item of one, or a root of steps."""
     entries = place.entries()
+    if _is_ours(place) or _is_ours(place.parent):
+        return False  # What lost its manifest, or never had one, is no checkpoint, although Orbax would read it.
     if not {METADATA, CHECKPOINT, MARKER}.isdisjoint(entries):
         return True
     return bool(_items(place, entries)) or _newest(place, entries) is not None
+
+
+def _is_ours(place: Folder) -> bool:
+    """Whether we wrote an Orbax checkpoint, with a manifest that counts alone."""
+    return place.read(_manifest.NAME, 0, 1) is not None or place.read(SUCCESS, 0, 100) == _orbax.WRITTEN
 
 
 def view(place: Folder) -> View:
@@ -118,7 +126,7 @@ def _load(folder: Folder, others: list[Folder]) -> "_Item":
 def _check_finished(place: Folder, entries: list[str]) -> None:
     unfinished = TMP in place.url
     if not place.local and not unfinished:
-        unfinished = "commit_success.txt" not in {*entries, *place.parent.entries()}
+        unfinished = SUCCESS not in {*entries, *place.parent.entries()}
     if unfinished:
         raise NotFound(f"{place} was not finished by Orbax", hint="take a step that was")
 

@@ -7,16 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from . import _chunks, _commit, _faults, _manifest, _reading, _storage, _structure, _units, _values, _zarr
+from . import _chunks, _formats, _from_own, _manifest, _storage, _structure, _units, _values
 from ._manifest import Leaf, Manifest
 from ._structure import Node
+from ._view import View
 
 
 def open(path: _storage.PathLike) -> "Checkpoint":
     """Opens a checkpoint to look at it; reads its manifest only.
 
     Args:
-        path: a committed checkpoint.
+        path: a committed checkpoint; or one of Orbax's, of any layout, which is read in place, and has no digests.
 
     Returns:
         A mapping from every leaf's name to a `LazyArray`.
@@ -34,7 +35,8 @@ def open(path: _storage.PathLike) -> "Checkpoint":
     array([3., 6.])
     """
     place = _storage.folder(path)
-    return Checkpoint(place, _commit.load(place))
+    found = _formats.load(place)
+    return Checkpoint(found.manifest, found.view or _from_own.view(place, found.manifest))
 
 
 class LazyArray:
@@ -127,10 +129,9 @@ class Checkpoint(Mapping[str, LazyArray]):
         manifest: all that is known of it.
     """
 
-    def __init__(self, place: _storage.Folder, manifest: Manifest):
-        self.path, self.manifest = place.url, manifest
-        self._place = place
-        self._source: _reading.Source | None = None
+    def __init__(self, manifest: Manifest, view: View):
+        self.path, self.manifest = view.path, manifest
+        self._view = view
 
     @property
     def step(self) -> int | None:
@@ -163,25 +164,7 @@ class Checkpoint(Mapping[str, LazyArray]):
 
     def _read(self, name: str, leaf: Leaf, index: Any) -> Any:
         box, rest = basic_index(index, leaf.shape, name)
-        if self._source is None:
-            if self._place.local and (faults := _faults.of_files(self._place, self.manifest)):
-                raise _faults.damaged(self._place, faults)  # Or an array might be larger than what could fill it.
-            self._source = _reading.Source(self._place / self.manifest.state, self.manifest.state_files)
-        values = np.empty(_chunks.extent(box), leaf.dtype)
-        requests = _reading.wanted(name, leaf, _chunks.covering(box, leaf.chunk))
-
-        def use(chunk: _reading.Wanted, data: memoryview) -> bool:
-            cell = _chunks.cell(chunk.coords, leaf.chunk, leaf.shape)
-            if (shared := _chunks.overlap(box, cell)) is not None:
-                source = np.frombuffer(data, _zarr.little(leaf.dtype)).reshape(leaf.chunk)
-                values[_chunks.slices(shared, box)] = source[_chunks.slices(shared, cell)]
-            return True
-
-        answers = _reading.read(requests, [self._source], use)
-        bad = [(chunk, found) for chunk, done, found in answers if done is None]
-        if bad:
-            raise _faults.unreadable(self._place, self.manifest, bad)
-        return values[rest]
+        return self._view.read(name, box)[rest]
 
     def __repr__(self) -> str:
         step = "" if self.step is None else f"step {self.step}, "

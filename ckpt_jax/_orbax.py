@@ -13,6 +13,7 @@ from ._structure import ROOT, Node, join, keys_of, part
 # The one handler with which every reader of Orbax's that we tried takes an item called `state`.
 _HANDLER = "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler"
 _SEQUENCE, _DICT = 1, 2
+WRITTEN = b"Written by ckpt_jax.\n"  # By this it is known that a manifest belongs to it.
 _EMPTY = {"none": "None", "dict": "Dict", "list": "List", "tuple": "Tuple", "named": "NamedTuple", "unnamed": "List"}
 _INT32, _INT64 = 2**31, 2**63
 
@@ -88,7 +89,7 @@ def sidecars(manifest: Manifest, device: str) -> dict[str, bytes]:
     if strings:
         contents[f"{item}/_strings.json"] = strings
     files = {path: msgspec.json.encode(value) for path, value in contents.items()}
-    return files | {"orbax.checkpoint": b"", "commit_success.txt": b"Written by ckpt_jax.\n"}
+    return files | {"orbax.checkpoint": b"", "commit_success.txt": WRITTEN}
 
 
 def _parameter(path: bytes, kind: str) -> msgspec.Raw:

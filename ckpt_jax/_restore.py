@@ -13,8 +13,8 @@ import numpy as np
 
 from . import (
     _collector,
-    _commit,
     _faults,
+    _formats,
     _leaves,
     _manifest,
     _place,
@@ -25,7 +25,9 @@ from . import (
     _tree,
     _units,
     _values,
+    _view,
 )
+from ._formats import Found
 from ._leaves import Target
 from ._manifest import Leaf, Manifest
 from .errors import Fault, Mismatch, Unsupported
@@ -49,7 +51,7 @@ def restore(
     Every difference between the checkpoint and `like` is reported at once, before any array is read.
 
     Args:
-        path: a committed checkpoint, such as `"gs://bucket/run7/1000"`.
+        path: a committed checkpoint, such as `"gs://bucket/run7/1000"`; or one of Orbax's, which has no digests.
         like: the tree to fill: arrays, `jax.ShapeDtypeStruct`s, keys, Python values, live objects. Each leaf comes
             back as the kind of thing that stands there, on its sharding. It is not modified, but for live objects,
             whose state is set last. None gives nested dicts, lists and tuples of NumPy arrays and typed keys.
@@ -82,18 +84,18 @@ def restore(
     _check_arguments(on_missing, on_extra, sharding, cast)
     place = _storage.folder(path)
     with _collector.paused():
-        manifest = _commit.load(place)
-        wanted = _check_only(only, place, manifest, like)
+        found = _formats.load(place)
+        wanted = _check_only(only, place, found.manifest, like)
     if like is None:
-        return _without_target(place, manifest, sharding, wanted)
+        return _without_target(place, found, sharding, wanted)
     return fetch(
-        place, manifest, like, sharding=sharding, wanted=wanted, on_missing=on_missing, on_extra=on_extra, cast=cast
+        place, found, like, sharding=sharding, wanted=wanted, on_missing=on_missing, on_extra=on_extra, cast=cast
     )()
 
 
 def fetch(
     place: _storage.Folder,
-    manifest: Manifest,
+    found: Found,
     like: Any,
     *,
     sharding: ShardingLike = None,
@@ -105,9 +107,16 @@ def fetch(
     """Reads all that `restore` reads; what it returns sets the live objects and gives the tree."""
     with _collector.paused():
         flat, kept, pairs = _matched(
-            place, manifest, like, sharding=sharding, wanted=wanted, on_missing=on_missing, on_extra=on_extra, cast=cast
+            place,
+            found.manifest,
+            like,
+            sharding=sharding,
+            wanted=wanted,
+            on_missing=on_missing,
+            on_extra=on_extra,
+            cast=cast,
         )
-    values = kept | _read(place, manifest, pairs)
+    values = kept | _read(place, found, pairs)
 
     def finish() -> Any:
         _set_live(pairs, values)
@@ -431,9 +440,8 @@ def _on(targets: dict[str, Target], sharding: Callable[[str, Any, Any], Any]) ->
     return placed
 
 
-def _without_target(
-    place: _storage.Folder, manifest: Manifest, sharding: ShardingLike, wanted: Callable[[str], bool]
-) -> Any:
+def _without_target(place: _storage.Folder, found: Found, sharding: ShardingLike, wanted: Callable[[str], bool]) -> Any:
+    manifest = found.manifest
     saved = {name: leaf for name, leaf in manifest.leaves.items() if wanted(name)}
     flat = _tree.flatten(_structure.build(manifest.tree, _Held, wanted))
     of = _sharding_of(sharding, flat) if saved else lambda *_: None
@@ -450,7 +458,7 @@ def _without_target(
     ]
     if faults:
         raise Mismatch(f"{place} cannot be restored as asked in {len(faults)} places", faults)
-    values = _read(place, manifest, pairs)
+    values = _read(place, found, pairs)
     for name, (leaf, _) in pairs.items():
         if leaf.kind == "live":
             states = _manifest.states(leaf) or [_leaves.live_state(leaf, 0, 1)]
@@ -494,17 +502,17 @@ def _set(thing: Any, state: Any) -> None:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def _read(place: _storage.Folder, manifest: Manifest, pairs: dict[str, tuple[Leaf, Target]]) -> dict[str, Any]:
+def _read(place: _storage.Folder, found: Found, pairs: dict[str, tuple[Leaf, Target]]) -> dict[str, Any]:
     """The values of all leaves but live ones; every chunk is read once."""
     values: dict[str, Any] = {}
     stored = {name: pair for name, pair in pairs.items() if pair[0].stored}
     for name, (leaf, want) in pairs.items():
         if leaf.kind == "scalar":
             values[name] = _as_wanted(_leaves.scalar(leaf), want)
-    if faults := _faults.of_files(place, manifest):
+    if found.view is None and (faults := _faults.of_files(place, found.manifest)):
         raise _faults.damaged(place, faults)
     if stored:
-        values |= _read_arrays(place, manifest, stored)
+        values |= _read_arrays(place, found, stored)
     for name in values:
         leaf, want = pairs[name]
         if leaf.type or _leaves.is_registered(want.like):
@@ -528,8 +536,17 @@ def _from_int(value: int, dtype: str) -> np.ndarray:
     return np.array(value, dtype) if _exactly(value, dtype) else _place.converted(np.asarray(value), dtype)
 
 
-def _read_arrays(place: _storage.Folder, manifest: Manifest, pairs: dict[str, tuple[Leaf, Target]]) -> dict[str, Any]:
-    source = _reading.Source(place / manifest.state, manifest.state_files)
+def _chunks_of(
+    place: _storage.Folder, found: Found, chunks: Iterator[_reading.Wanted], use: _reading.Use, room: Any
+) -> Iterator[tuple[_reading.Wanted, Any, _reading.Found]]:
+    """Chunks as `_reading.read` gives them, of a checkpoint in any format."""
+    if found.view is None:
+        source = _reading.Source(place / found.manifest.state, found.manifest.state_files)
+        return _reading.read(chunks, [source], use, room=room)
+    return _view.read(found.view, chunks, use, room)
+
+
+def _read_arrays(place: _storage.Folder, found: Found, pairs: dict[str, tuple[Leaf, Target]]) -> dict[str, Any]:
     staging = _place.Staging(_reading.WINDOW // 2)
     plans: dict[str, _place.Plan] = {}
     values: dict[str, Any] = {}
@@ -566,13 +583,13 @@ def _read_arrays(place: _storage.Folder, manifest: Manifest, pairs: dict[str, tu
         except _place.Unfit as error:
             misfit(name, plan, error)
 
-    for chunk, done, found in _reading.read(requests(), [source], use, room=room):
+    for chunk, done, other in _chunks_of(place, found, requests(), use, room):
         if done is None:
-            bad.append((chunk, found))
+            bad.append((chunk, other))
         elif done and plans[chunk.name].kept is None:
             finish(chunk.name)
     if bad:
-        raise _faults.unreadable(place, manifest, bad)
+        raise _faults.unreadable(place, found.manifest, bad)
     for name in [name for name in plans if name not in unfit]:
         finish(name)
     if unfit:

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _commit, _manifest, _processes, _restore, _storage, _tree, _values
+from . import _commit, _formats, _manifest, _processes, _restore, _storage, _tree, _values
 from ._events import Log
+from ._formats import Found
 from ._manifest import Leaf, Manifest
 from .errors import CheckpointError, Corrupt, Fault, NotFound
 
@@ -59,7 +60,7 @@ def resume(
         turn += 1
 
 
-Proposal = tuple[_storage.Folder | None, Manifest | None]  # A step, and its manifest where it has been read already.
+Proposal = tuple[_storage.Folder | None, Found | None]  # A step, and its manifest where it has been read already.
 
 
 def _proposed(root: _storage.Folder, group: _processes.Group, turn: int, refused: Refusals, log: Log) -> Proposal:
@@ -68,12 +69,12 @@ def _proposed(root: _storage.Folder, group: _processes.Group, turn: int, refused
         try:
             if turn == 0:
                 _commit.clear_all(root)
-            place, manifest = _newest(root, refused, log)
+            place, found = _newest(root, refused, log)
         except BaseException as error:
             group.publish(f"proposal/{turn}", json.dumps({"failed": str(error)}))
             raise
         group.publish(f"proposal/{turn}", json.dumps({"step": place and place.name}))
-        return place, manifest
+        return place, found
     told = json.loads(group.wait(f"proposal/{turn}", process=0, phase="propose a step"))
     if "failed" in told:
         raise CheckpointError(f"process 0 could not propose a step to resume from: {told['failed']}")
@@ -96,13 +97,13 @@ def _newest(root: _storage.Folder, refused: Refusals, log: Log) -> Proposal:
             if _commit.is_bad(place):
                 marked.append(step)
                 continue
-            manifest = _loaded(place)
+            found = _loaded(place)
         except (NotFound, Corrupt, OSError) as error:
             failure = error
         else:
-            if manifest is None:
+            if found is None:
                 continue
-            return place, manifest
+            return place, found
         refused[step] = Refusal(_why(failure), not isinstance(failure, OSError), place.identity())
         log.add("fell back", step, message=refused[step].why)
         if isinstance(failure, Corrupt):
@@ -112,14 +113,14 @@ def _newest(root: _storage.Folder, refused: Refusals, log: Log) -> Proposal:
     return None, None
 
 
-def _loaded(place: _storage.Folder) -> Manifest | None:
-    """The manifest of a step; None if there never was one.
+def _loaded(place: _storage.Folder) -> Found | None:
+    """The manifest of a step, which may be Orbax's; None if there never was one.
 
     Where two folders cannot be exchanged there is none for a moment of a replacement, and then there is.
     """
     while True:
         try:
-            return _commit.load(place)
+            return _formats.load(place)
         except NotFound:
             was_one = _commit.was_one(place)
             if place.read(_manifest.NAME, 0, 1) is not None:
@@ -145,12 +146,12 @@ def _none_left(root: _storage.Folder, marked: list[int], refused: Refusals) -> C
 
 
 def _read(
-    place: _storage.Folder, known: Manifest | None, like: Any
+    place: _storage.Folder, known: Found | None, like: Any
 ) -> tuple[tuple[Manifest, Callable[[], Any]] | None, Exception | None]:
     """The manifest, and what gives the state; or why not."""
     try:
-        manifest = known or _commit.load(place)
-        return (manifest, _restore.fetch(place, manifest, like)), None
+        found = known or _formats.load(place)
+        return (found.manifest, _restore.fetch(place, found, like)), None
     except Exception as error:  # noqa: BLE001  Raised once the others know: they wait for this process's word.
         return None, error
 

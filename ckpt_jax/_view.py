@@ -1,13 +1,15 @@
 """Views: what can be read of a checkpoint in any format: a tree of leaves, and boxes of their arrays (no JAX)."""
 
+import collections
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from . import _chunks, _manifest, _structure, _values
+from . import _chunks, _manifest, _reading, _structure, _threads, _values
 from ._chunks import Box, Shape
 from ._manifest import Leaf, Manifest
 from ._structure import LEAF, UNTOLD, Node
@@ -85,6 +87,36 @@ def array(dtype: str, shape: Iterable[int], chunk: Shape | None = None, **more: 
     if chunk is None:
         chunk = _chunks.grid(shape, shape, _manifest.itemsize(dtype))
     return Leaf("array", dtype=dtype, shape=shape, chunk=chunk, **more)
+
+
+def read(
+    view: View,
+    chunks: Iterable[_reading.Wanted],
+    use: _reading.Use,
+    room: Callable[[_reading.Wanted, bool], bool] = lambda chunk, force: True,
+) -> Iterator[tuple[_reading.Wanted, Any, str]]:
+    """Reads chunks, some at a time and with bounded memory, and gives them to `use`, as `_reading.read` does.
+
+    Raises:
+        Corrupt: one is damaged, as far as the format can tell.
+        OSError: storage did not give what lies there.
+    """
+
+    def used(chunk: _reading.Wanted) -> Any:
+        return use(chunk, memoryview(view.cell(chunk.name, chunk.coords)))
+
+    upcoming = iter(chunks)
+    queue: collections.deque[tuple[_reading.Wanted, Future[Any]]] = collections.deque()
+    ahead, coming = 0, next(upcoming, None)
+    with _threads.Pool(_reading.READERS) as pool:
+        while coming or queue:
+            while coming and (ahead < _reading.WINDOW // 2 or not queue) and room(coming, not queue):
+                queue.append((coming, pool.submit(used, coming)))
+                ahead += coming.size
+                coming = next(upcoming, None)
+            chunk, answer = queue.popleft()
+            ahead -= chunk.size
+            yield chunk, answer.result(), ""
 
 
 # --- structure --------------------------------------------------------------------------------------------------------
