@@ -15,11 +15,14 @@ from . import (
     _collector,
     _faults,
     _formats,
+    _from_own,
     _leaves,
     _manifest,
+    _names,
     _place,
     _processes,
     _reading,
+    _rules,
     _storage,
     _structure,
     _tree,
@@ -41,6 +44,7 @@ def restore(
     *,
     sharding: ShardingLike = None,
     only: str | Sequence[str] | None = None,
+    rename: _rules.Rules | None = None,
     on_missing: Literal["error", "keep"] = "error",
     on_extra: Literal["error", "ignore"] = "error",
     cast: bool = False,
@@ -59,6 +63,8 @@ def restore(
             `(name, shape, dtype) -> Sharding`; None leaves an array where `like` has it.
         only: globs of names, such as `"params.*"`; a name counts with all below it. Leaves of `like` that are not
             among them come back as they are.
+        rename: rules by which the checkpoint's leaves get the names that `like` has, and are transposed, split, stacked
+            or cast on the way: a TOML file, or a list of dicts; `docs/interop.md` tells them.
         on_missing: `"keep"` takes what `like` holds where the checkpoint has no such leaf.
         on_extra: `"ignore"` leaves out what the checkpoint has beyond `like`.
         cast: convert a leaf to the dtype that `like` holds, instead of refusing it. Values are rounded; one that
@@ -85,6 +91,9 @@ def restore(
     place = _storage.folder(path)
     with _collector.paused():
         found = _formats.load(place)
+        if rename is not None:
+            view = _names.apply(found.view or _from_own.view(place, found.manifest), rename)
+            found = Found(view.manifest(), view)
         wanted = _check_only(only, place, found.manifest, like)
     if like is None:
         return _without_target(place, found, sharding, wanted)

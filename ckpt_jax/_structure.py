@@ -2,6 +2,7 @@
 
 import json
 import re
+import urllib.parse
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -45,6 +46,17 @@ def escape(entry: str) -> str:
     if not entry:
         return "%"  # Nothing else gives a lone percent sign.
     return _ESCAPED.sub(lambda m: "".join(f"%{byte:02X}" for byte in m[0].encode("utf-8", "surrogatepass")), entry)
+
+
+def unescape(part: str) -> str:
+    """The inverse of `escape`.
+
+    >>> unescape("a%2Eb"), unescape("%")
+    ('a.b', '')
+    """
+    if part == "%":
+        return ""
+    return urllib.parse.unquote_to_bytes(part).decode("utf-8", "surrogatepass") if "%" in part else part
 
 
 def part(key: Any) -> str:

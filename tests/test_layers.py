@@ -15,7 +15,7 @@ PACKAGE = Path(ckpt_jax.__file__).parent
 FLOORS = [
     ["errors", "_collector", "_direct", "_threads", "_units"],
     ["plan", "_values", "_chunks", "_structure", "_manifest", "_tree"],
-    ["_leaves", "_storage", "_processes"],
+    ["_leaves", "_storage", "_processes", "_rules"],
     ["_ocdbt", "_ocdbt_writer", "_zarr", "_writing", "_reading", "_health", "_snapshot", "_orbax", "_place"],
     ["_commit", "_faults", "_view", "_flat", "_described", "_zarr_arrays", "_pickled"],
     [
@@ -27,10 +27,11 @@ FLOORS = [
         "_from_jax",
         "_from_torch",
         "_formats",
+        "_names",
     ],
     ["_save", "_restore", "_verify", "_retain", "_open", "_diff"],
     ["_events", "_pace", "_agree", "_preempt", "_resume", "_host_rng", "_replicas", "saver", "data", "prove"],
-    ["_copy", "_names", "_import", "_in_a_row", "_to_safetensors", "_to_npz", "_to_orbax", "_export"],
+    ["_copy", "_import", "_in_a_row", "_to_safetensors", "_to_npz", "_to_orbax", "_export"],
     ["demo", "plan_sim", "_plan_file", "_plan_report", "_plan_run", "_plan_plot"],
     ["cli"],
 ]
@@ -58,7 +59,7 @@ NO_JAX = [
 ]
 NO_JAX += ["_units", "plan", "plan_sim", "_pace", "_plan_file", "_plan_report", "_plan_run", "_plan_plot"]
 NO_JAX += ["_faults", "_verify", "_retain", "_open", "_diff", "cli"]
-NO_JAX += ["_view", "_flat", "_zarr_arrays", "_from_own", "_from_orbax", "_formats"]
+NO_JAX += ["_view", "_flat", "_zarr_arrays", "_from_own", "_from_orbax", "_formats", "_rules", "_names"]
 
 
 def modules() -> list[str]:
