@@ -213,12 +213,12 @@ def delete(place: Folder) -> OSError | None:
     return None
 
 
-def clear(target: Folder) -> None:
+def clear(target: Folder, besides: str = "") -> None:
     """Removes what dead attempts at this checkpoint left behind; a living writer's folder is left alone."""
     if not target.local:
         return
     for name in target.parent.entries():
-        if not name.startswith(target.name + TMP):
+        if not name.startswith(target.name + TMP) or name == besides:
             continue
         leftover = target.parent / name
         if name.endswith(TMP + _OLD) and not target.exists() and leftover.is_folder() and not leftover.is_link():
@@ -329,10 +329,11 @@ def _foreign(target: Folder, entries: list[str]) -> list[str]:
 _OURS = {"state", "_CHECKPOINT_METADATA", "orbax.checkpoint", "commit_success.txt"}
 
 
-def begin(target: Folder, *, overwrite: bool, refused: str = "") -> Attempt:
+def begin(target: Folder, *, overwrite: bool, refused: str = "", nonce: str = "") -> Attempt:
     """Starts an attempt, in one process: the way is free, leftovers are gone, and there is a folder to write in.
 
-    Where what stands in the way is what a run has refused to resume from, that is put aside later.
+    Where what stands in the way is what a run has refused to resume from, that is put aside later. With a `nonce` that
+    is given, the folder of an attempt of that name which was killed is gone on with.
     """
     try:
         check_free(target, overwrite=overwrite)
@@ -340,12 +341,18 @@ def begin(target: Folder, *, overwrite: bool, refused: str = "") -> Attempt:
     except (Exists, OSError):  # OSError: it cannot even be looked into.
         if not refused or target.identity() != refused:
             raise
-    nonce = secrets.token_hex(8)
+    again, nonce = bool(nonce), nonce or secrets.token_hex(8)
     if not target.local:
         return Attempt(target, target, nonce, overwrite, f"state.{nonce}")
     target.parent.make()
-    clear(target)
+    clear(target, besides=f"{target.name}{TMP}{nonce}")
     attempt = Attempt(target, target.parent / f"{target.name}{TMP}{nonce}", nonce, overwrite, refused=refused)
+    if again and attempt.folder.exists() and not attempt.folder.in_use():
+        for path in attempt.folder.files():  # The data files are gone on with; all else is written anew.
+            if f"/d/{nonce}" not in path:
+                attempt.folder.unlink(path)
+    elif again and attempt.folder.exists():
+        raise Exists(f"{target} is being written by another process", hint="wait until it has ended")
     try:
         while attempt.lock is None:  # Another save of this step may take the new folder for a leftover.
             attempt.folder.make()

@@ -31,7 +31,7 @@ def view(place: Folder, manifest: Manifest | None = None) -> View:
             return sources[0]
 
     def read(name: str, box: Box) -> np.ndarray:
-        leaf = manifest.leaves[name]
+        leaf, store = manifest.leaves[name], source()
         values = np.empty(_chunks.extent(box), leaf.dtype)
         requests = _reading.wanted(name, leaf, _chunks.covering(box, leaf.chunk))
 
@@ -42,7 +42,7 @@ def view(place: Folder, manifest: Manifest | None = None) -> View:
                 values[_chunks.slices(shared, box)] = found[_chunks.slices(shared, cell)]
             return True
 
-        bad = [(chunk, found) for chunk, done, found in _reading.read(requests, [source()], use) if done is None]
+        bad = [(chunk, found) for chunk, done, found in _reading.read(requests, [store], use) if done is None]
         if bad:
             raise _faults.unreadable(place, manifest, bad)
         return values

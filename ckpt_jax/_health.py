@@ -59,8 +59,8 @@ class Sums:
     def watch(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
         """Takes in the values of chunks of floats as they go by."""
         for chunk in chunks:
-            if is_float(chunk.values.dtype):
-                squares, nonfinite = sum_of_squares(chunk.values)
+            if is_float(chunk.array.dtype):
+                squares, nonfinite = sum_of_squares(chunk.array)
                 before = self.found.get(chunk.name, (0.0, 0))
                 self.found[chunk.name] = before[0] + squares, before[1] + nonfinite
             yield chunk

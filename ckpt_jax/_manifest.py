@@ -371,7 +371,7 @@ def merge(leaves: dict[str, Leaf], parts: list[Part], place: str) -> None:
         )
     for name, leaf in leaves.items():
         if leaf.kind == "live":
-            if "global" not in leaf.value:
+            if any(name in part.live for part in parts):
                 leaf.value = {"processes": [part.live[name] for part in parts]}
             continue
         if not leaf.stored:

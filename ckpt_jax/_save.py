@@ -212,6 +212,7 @@ class Terms(NamedTuple):
         before: how the leaves were in the last committed checkpoint.
         expected: digests of this process's chunks, which the snapshot must still have.
         written: is told how many bytes this process wrote, once they are durable.
+        again: of what can be written once more to the last bit, a name for that: what one who was killed wrote is kept.
     """
 
     overwrite: bool = False
@@ -220,6 +221,7 @@ class Terms(NamedTuple):
     before: Mapping[str, _manifest.Health] = {}
     expected: Mapping[tuple[str, int], str] | None = None
     written: Callable[[int], None] = lambda size: None
+    again: str = ""
 
 
 def write(
@@ -256,7 +258,10 @@ def _lead(
     except BaseException as error:
         with contextlib.suppress(CheckpointError):  # Told first: the others' own writes fail once the folder goes.
             group.publish("outcome", _told(error))
-        _commit.abandon(attempt)
+        if terms.again and isinstance(error, KeyboardInterrupt):
+            attempt.close()
+        else:
+            _commit.abandon(attempt)
         raise
     group.publish("outcome", "committed")
     return manifest
@@ -281,7 +286,7 @@ def _begin(target: _storage.Folder, group: _processes.Group, terms: Terms) -> _c
     try:
         marked = terms.refused is not None and _commit.is_bad(target)
         refused = target.identity() if marked else terms.refused or ""
-        attempt = _commit.begin(target, overwrite=terms.overwrite or marked, refused=refused)
+        attempt = _commit.begin(target, overwrite=terms.overwrite or marked, refused=refused, nonce=terms.again)
     except BaseException as error:
         abstain(group, _told(error))
         raise
@@ -306,6 +311,7 @@ def _write_part(
         manifest.leaves | {name: leaf for name, (leaf, _) in extra.items()},
         itertools.chain(chunks, scalars),
         head=head,
+        again=terms.again,
     )
     place.sync()
     manifest.seconds["write"] = time.perf_counter() - started

@@ -1,7 +1,7 @@
 """A snapshot: this process's share of a state, in host memory."""
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,7 @@ class Snapshot:
         shardings: how the arrays were sharded, as plain data, each once.
         live: this process's state of the live leaves that each process has its own of.
         shared: digests of the values that every process holds for itself.
+        elsewhere: of what is no state in memory, its chunks.
     """
 
     leaves: dict[str, Leaf]
@@ -45,10 +46,12 @@ class Snapshot:
     shardings: list[dict[str, Any]] = field(default_factory=list)
     live: dict[str, Any] = field(default_factory=dict)
     shared: dict[str, str] = field(default_factory=dict)
+    elsewhere: Iterable[Chunk] = ()
 
     @property
     def chunks(self) -> Iterator[Chunk]:
         """This process's chunks; waits for the copies to the host, one by one."""
+        yield from self.elsewhere
         for share in self.shares:
             values = np.asarray(share.source)
             for coords, at, cell in share.cells:

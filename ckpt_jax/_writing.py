@@ -34,13 +34,17 @@ class Chunk(msgspec.Struct, gc=False):
 
     Attributes:
         name, position, coords: its place.
-        values: less than the chunk shape at an array's edge.
+        values: less than the chunk shape at an array's edge; or what reads them, in the thread that writes them.
     """
 
     name: str
     position: int
     coords: _chunks.Shape
-    values: np.ndarray
+    values: np.ndarray | Callable[[], np.ndarray]
+
+    @property
+    def array(self) -> np.ndarray:
+        return self.values if isinstance(self.values, np.ndarray) else self.values()
 
 
 class Written(NamedTuple):
@@ -50,7 +54,7 @@ class Written(NamedTuple):
     files: dict[str, int]
 
 
-def write(place: Folder, leaves: dict[str, Leaf], chunks: Iterable[Chunk], *, head: bool) -> Written:
+def write(place: Folder, leaves: dict[str, Leaf], chunks: Iterable[Chunk], *, head: bool, again: str = "") -> Written:
     """Writes chunks durably.
 
     TensorStore would copy each value twice more: `docs/decisions/0006` has the figures.
@@ -60,6 +64,8 @@ def write(place: Folder, leaves: dict[str, Leaf], chunks: Iterable[Chunk], *, he
         leaves: the records, with chunk shapes.
         chunks: what to write, in order.
         head: whether to write every array's zarr.json too.
+        again: of what is written from the same source each time, a name for that: files of the same name that are whole
+            were written by one who was killed, and stay.
     """
     values: dict[bytes, Value] = {}
     done = Written({}, {})
@@ -74,7 +80,7 @@ def write(place: Folder, leaves: dict[str, Leaf], chunks: Iterable[Chunk], *, he
             done.files[value.file] = max(done.files.get(value.file, 0), value.offset + value.length)
 
     # Names that no other save has: a file of another step is never taken for one of this.
-    nonce = os.urandom(12).hex()
+    nonce = again or os.urandom(12).hex()
     names = (f"d/{nonce}{number:08x}" for number in itertools.count())
     place.make("d")
     files: collections.deque[Future[list[tuple[Chunk, Value, str]]]] = collections.deque()
@@ -83,7 +89,12 @@ def write(place: Folder, leaves: dict[str, Leaf], chunks: Iterable[Chunk], *, he
             if len(files) > WRITERS:  # What is to be written is in memory until it is.
                 for found in files.popleft().result():
                     note(*found)
-            files.append(pool.submit(_write_file, place, next(names), leaves, batch))
+            name = next(names)
+            files.append(
+                pool.submit(_file, place, name, leaves, batch)
+                if again
+                else pool.submit(_write_file, place, name, leaves, batch)
+            )
         for file in files:
             for found in file.result():
                 note(*found)
@@ -113,6 +124,22 @@ def _batches(
         yield batch
 
 
+def _file(place: Folder, name: str, leaves: dict[str, Leaf], chunks: list[Chunk]) -> list[tuple[Chunk, Value, str]]:
+    """As `_write_file`, unless the file is there already and whole: each chunk has its crc32c behind it."""
+    size = sum(chunk_bytes(leaves[chunk.name]) + CRC for chunk in chunks)
+    if place.sizes([name])[name] != size:
+        return _write_file(place, name, leaves, chunks)
+    found, at = [], 0
+    for chunk in chunks:
+        length = chunk_bytes(leaves[chunk.name])
+        data = place.read(name, at, length + CRC) or b""
+        if crc32c.crc32c(memoryview(data)[:length]).to_bytes(CRC, "little") != data[length:]:
+            return _write_file(place, name, leaves, chunks)
+        found.append((chunk, Value(name, at, length + CRC), xxhash.xxh3_128_hexdigest(memoryview(data)[:length])))
+        at += length + CRC
+    return found
+
+
 def _write_file(
     place: Folder, name: str, leaves: dict[str, Leaf], chunks: Iterable[Chunk]
 ) -> list[tuple[Chunk, Value, str]]:
@@ -136,7 +163,7 @@ def _write_file(
 
 def _encoded(chunk: Chunk, leaf: Leaf, buffer: bytearray) -> tuple[memoryview, str, bytes]:
     """A chunk's bytes as they lie on disk, in the buffer; their digest, and their crc32c."""
-    data = _laid_out(chunk.values, leaf, buffer)
+    data = _laid_out(chunk.array, leaf, buffer)
     return data, xxhash.xxh3_128_hexdigest(data), crc32c.crc32c(data).to_bytes(CRC, "little")
 
 
@@ -159,8 +186,7 @@ def digests(leaves: dict[str, Leaf], chunks: Iterable[Chunk]) -> dict[tuple[str,
     found = {}
     for chunk in chunks:
         leaf = leaves[chunk.name]
-        data = _laid_out(chunk.values, leaf, bytearray(chunk_bytes(leaf)))
-        found[chunk.name, chunk.position] = xxhash.xxh3_128_hexdigest(data)
+        _, found[chunk.name, chunk.position], _ = _encoded(chunk, leaf, bytearray(chunk_bytes(leaf)))
     return found
 
 

@@ -311,7 +311,7 @@ def _digests(leaves: dict[str, Any]) -> dict[str, str]:
         if not item.leaf.stored:
             hashes[name].update(json.dumps(item.leaf.value, sort_keys=True).encode())
     for chunk in snapshot.chunks:
-        hashes[chunk.name].update(chunk.values.tobytes())
+        hashes[chunk.name].update(chunk.array.tobytes())
     for name, digest in snapshot.shared.items():  # This process's own arrays: their chunks are shared out among all.
         hashes[name].update(digest.encode())
     return {name: found.hexdigest()[:32] for name, found in hashes.items()}

@@ -40,7 +40,7 @@ def test_signatures_are_the_contract():
         ]
 
     assert of("save") == ["path", "tree", "*step", "*metadata", "*overwrite"]
-    assert of("restore") == ["path", "like", "*sharding", "*only", "*on_missing", "*on_extra", "*cast"]
+    assert of("restore") == ["path", "like", "*sharding", "*only", "*rename", "*on_missing", "*on_extra", "*cast"]
     assert (of("open"), of("verify"), of("diff")) == (["path"], ["path", "level"], ["a", "b"])
     assert (of("steps"), of("latest")) == (["root", "*bad"], ["root"])
 
