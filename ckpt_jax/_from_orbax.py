@@ -9,7 +9,7 @@ import ml_dtypes  # noqa: F401  Registers bfloat16, float8 and the like with Num
 import msgspec
 import numpy as np
 
-from . import _commit, _manifest, _orbax, _view
+from . import _commit, _manifest, _orbax, _structure, _values, _view
 from ._chunks import Box
 from ._manifest import Leaf
 from ._storage import Folder
@@ -64,13 +64,15 @@ def view(place: Folder) -> View:
         _check_items(place, told, entries)
     if not items:
         raise _no_tree(place, entries)
+    custom = told.get("custom_metadata")
+    escaped = isinstance(custom, dict) and _orbax.ESCAPED.items() <= custom.items()
     found: dict[Path, _Found] = {}
     sequences: set[Path] = set()
     for name, folder in items.items():
         within = (name,) if len(items) > 1 else ()
         item = _load(folder, others=[place / other for other in items if other != name])
-        found |= {within + path: each for path, each in item.found.items()}
-        sequences |= {within + path for path in item.sequences}
+        found |= {within + _keys(path, escaped=escaped): each for path, each in item.found.items()}
+        sequences |= {within + _keys(path, escaped=escaped) for path in item.sequences}
     tree, names = _view.nested({path: each.node for path, each in found.items()}, sequences.__contains__)
     leaves = {name: found[path].leaf for name, path in names.items()}
 
@@ -92,6 +94,10 @@ def view(place: Folder) -> View:
     )
 
 
+def _keys(path: Path, *, escaped: bool) -> Path:
+    return tuple(map(_structure.unescape, path)) if escaped else path
+
+
 def _step(place: Folder) -> int | None:
     """The step of a folder, which may have a prefix, as in `step_1000`."""
     return _commit.step_of(place.name.rpartition("_")[2].lstrip("0") or "0") if place.name[-1:].isdigit() else None
@@ -110,14 +116,16 @@ def _newest(place: Folder, entries: Iterable[str]) -> Folder | None:
     steps = [(step, name) for name in entries if TMP not in name and (step := _step(place / name)) is not None]
     for _, name in sorted(steps, reverse=True):
         inside = (place / name).entries()
+        if _is_ours(place / name):
+            continue
         if not {METADATA, CHECKPOINT, MARKER}.isdisjoint(inside) or _items(place / name, inside):
             return place / name
     return None
 
 
-def _load(folder: Folder, others: list[Folder]) -> "_Item":
+def _load(folder: Folder, others: list[Folder]) -> "Item":
     try:
-        return _Item(folder)
+        return Item(folder)
     except CheckpointError as error:
         hint = f"perhaps {', '.join(map(str, others))} can be read alone" if others else error.hint
         raise type(error)(error.summary, error.faults, hint) from error
@@ -158,8 +166,12 @@ def _no_tree(place: Folder, entries: list[str]) -> NotFound:
 def _metadata(place: Folder, told: dict[str, Any], entries: list[str]) -> Any:
     """What users gave: custom metadata, and items that are JSON."""
     found: dict[str, Any] = {}
-    if told.get("custom_metadata"):
-        found["custom_metadata"] = told["custom_metadata"]
+    custom = told.get("custom_metadata")
+    if isinstance(custom, dict) and _orbax.ESCAPED.items() <= custom.items():  # We wrote it, so it is all there is.
+        own = {key: each for key, each in custom.items() if key not in _orbax.ESCAPED}
+        return _values.unpack(own.get("metadata", own)) or None
+    if custom:
+        found["custom_metadata"] = custom
     for name in entries:
         for file in _JSON:
             if name != "metrics" and (place / name).read(file, 0, 1) is not None:
@@ -206,7 +218,7 @@ def _stamp(folders: Iterable[Folder]) -> str:
 class _Found(NamedTuple):
     """What lies at a path: an empty container, or a leaf and the name of the array that it lies in."""
 
-    item: "_Item"
+    item: "Item"
     parameter: str
     node: Node | None = None
     leaf: Leaf = Leaf("scalar")
@@ -226,7 +238,7 @@ class _Tree(msgspec.Struct):
     store_array_data_equal_to_fill_value: bool = False
 
 
-class _Item:
+class Item:
     """A tree as Orbax lays it down: a description, and arrays in a key space or in folders.
 
     Attributes:

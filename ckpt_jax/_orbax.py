@@ -13,6 +13,8 @@ from ._structure import ROOT, Node, join, keys_of, part
 # The one handler with which every reader of Orbax's that we tried takes an item called `state`.
 _HANDLER = "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler"
 _SEQUENCE, _DICT = 1, 2
+# In the custom metadata of what was exported: keys stand there as they do in names.
+ESCAPED = {"ckpt_jax": {"names": "escaped"}}
 WRITTEN = b"Written by ckpt_jax.\n"  # By this it is known that a manifest belongs to it.
 _EMPTY = {"none": "None", "dict": "Dict", "list": "List", "tuple": "Tuple", "named": "NamedTuple", "unnamed": "List"}
 _INT32, _INT64 = 2**31, 2**63
@@ -90,6 +92,11 @@ def sidecars(manifest: Manifest, device: str) -> dict[str, bytes]:
         contents[f"{item}/_strings.json"] = strings
     files = {path: msgspec.json.encode(value) for path, value in contents.items()}
     return files | {"orbax.checkpoint": b"", "commit_success.txt": WRITTEN}
+
+
+def holds(leaf: Leaf) -> bool:
+    """Whether Orbax finds a leaf: others stand in the manifest only."""
+    return _value_type(leaf) is not None
 
 
 def _parameter(path: bytes, kind: str) -> msgspec.Raw:

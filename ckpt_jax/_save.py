@@ -142,7 +142,13 @@ def _step(target: _storage.Folder, step: int | None) -> int | None:
                 stacklevel=4,
             )
         return named
-    step = as_step(step)
+    return checked_step(target, step)
+
+
+def checked_step(target: _storage.Folder, step: int | None) -> int | None:
+    """A step that does not contradict the folder's name."""
+    named = _commit.step_of(target.name)
+    step = None if step is None else as_step(step)
     if named is not None and named != step:
         raise ValueError(f"step={step}, but the folder's name says step {named}: {target}")
     return step
@@ -302,7 +308,7 @@ def _write_part(
     place = attempt.process(group.index)
     place.make()
     head = group.index == 0
-    extra = _scalars(manifest.leaves) if head else {}
+    extra = numbers(manifest.leaves) if head else {}
     scalars = (_writing.Chunk(name, 0, (), value) for name, (_, value) in extra.items())
     sums = _health.Sums()
     chunks = snapshot.chunks if terms.health is None else sums.watch(snapshot.chunks)
@@ -346,7 +352,7 @@ def _tree_digest(manifest: Manifest) -> str:
     return xxhash.xxh3_128_hexdigest(msgspec.json.encode([manifest.tree, shapes]))
 
 
-def _scalars(leaves: dict[str, Leaf]) -> dict[str, tuple[Leaf, np.ndarray]]:
+def numbers(leaves: dict[str, Leaf]) -> dict[str, tuple[Leaf, np.ndarray]]:
     """The Python numbers that Orbax can hold, as the 0-d arrays in which it looks for them."""
     found = {}
     for name, leaf in leaves.items():

@@ -138,8 +138,8 @@ def differences(
 
 
 def _fits(a: Node, b: Node) -> bool:
-    if a.type == UNTOLD:
-        return b.kind != "none"
+    if UNTOLD in (a.type, b.type):
+        return "none" not in (a.kind, b.kind)
     if a.kind == b.kind == "dict":
         ours, theirs = ({part(k): type(k) for k in keys_of(n)} for n in (a, b))
         return all(theirs.get(k, t) is t for k, t in ours.items())

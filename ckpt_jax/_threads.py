@@ -1,11 +1,36 @@
 """Threads that do what they are given, also while Python ends (no JAX)."""
 
+import concurrent.futures
 import contextlib
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, Self
+
+
+def watched(work: Callable[[Callable[[int], None]], None], seconds: float = 0.1) -> Iterator[int]:
+    """Runs `work` in a thread, and gives the sum of what it tells, now and then, until it has ended.
+
+    If the caller is interrupted, the next time that it tells something it is interrupted too, and is waited for.
+    """
+    total, over = [0], threading.Event()
+
+    def told(count: int) -> None:
+        if over.is_set():
+            raise KeyboardInterrupt
+        total[0] += count  # Several threads may tell at once; it is for a bar on a screen.
+
+    with Pool(1) as pool:
+        future = pool.submit(work, told)
+        try:
+            while not future.done():
+                yield total[0]
+                concurrent.futures.wait([future], seconds)
+            future.result()
+        finally:
+            over.set()
+    yield total[0]
 
 
 class Pool:

@@ -7,9 +7,9 @@ from typing import Literal
 
 import xxhash
 
-from . import _chunks, _commit, _faults, _reading, _storage, _units, _values, _zarr
+from . import _chunks, _commit, _faults, _formats, _reading, _storage, _units, _values, _zarr
 from ._manifest import Manifest
-from .errors import CheckpointError, Fault, NotFound
+from .errors import CheckpointError, Fault, NotFound, Unsupported
 
 Level = Literal["files", "chunks"]
 PIECE = 64 << 20  # Bytes of a file that are read at once.
@@ -72,6 +72,7 @@ def verify(path: _storage.PathLike, level: Level = "chunks") -> Report:
 
     Raises:
         NotFound: nothing is committed at `path`.
+        Unsupported: it is in a format without digests.
 
     >>> import numpy as np, ckpt_jax as ck
     >>> _ = ck.save("memory://docs/verify", {"w": np.ones(3)})
@@ -92,7 +93,12 @@ def progress(path: _storage.PathLike, level: Level = "chunks") -> Iterator[tuple
     place = _storage.folder(path)
     try:
         manifest = _commit.load(place)
-    except NotFound:
+    except NotFound as error:
+        if (found := _formats.orbax(place)) is not None and found.view is not None:
+            raise Unsupported(
+                f"{place} is in the format of {found.view.kind}, which has no digests that it could be checked by",
+                hint=f"`ckpt-jax import {place} …` makes a checkpoint of it that has",
+            ) from error
         raise
     except CheckpointError as error:
         yield Report(

@@ -14,7 +14,7 @@ from ._manifest import Leaf
 CRC = 4  # Bytes of the crc32c that zarr's codec of that name appends.
 
 # The dtypes that TensorStore's zarr3 driver has. Others are stored as uint8; the manifest has the true one.
-_ZARR = frozenset(
+ZARR = frozenset(
     {
         *("bool", "int2", "int4", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
         *("float16", "bfloat16", "float32", "float64", "complex64", "complex128", "float4_e2m1fn"),
@@ -26,7 +26,7 @@ _ZARR = frozenset(
 
 def zarr_json(leaf: Leaf) -> bytes:
     """An array's zarr v3 metadata: raw little-endian bytes and their crc32c, nothing compressed."""
-    return _zarr_json(leaf.dtype if leaf.dtype in _ZARR else "uint8", leaf.shape, leaf.chunk)
+    return _zarr_json(leaf.dtype if leaf.dtype in ZARR else "uint8", leaf.shape, leaf.chunk)
 
 
 @functools.lru_cache(1024)
