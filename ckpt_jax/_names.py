@@ -1,8 +1,9 @@
 """Name maps: the leaves of a checkpoint under other names, and cut, joined, transposed or cast on the way."""
 
 import dataclasses
+import fnmatch
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,7 +46,7 @@ class Renamed:
 
     def __str__(self) -> str:
         lines = [f"  {' + '.join(_few(step.sources))} -> {step.target}: {step.what}" for step in self.steps]
-        lines = [f"{_units.several(len(self.steps), 'leaf').replace('leafs', 'leaves')} under a rule:", *lines]
+        lines = [f"{_units.several(len(self.steps), 'leaf', 'leaves')} under a rule:", *lines]
         for what, names in (
             ("left out", self.dropped),
             ("not matched by a rule, and left as they are", self.untouched),
@@ -144,6 +145,25 @@ def apply(view: View, rules: Rules) -> View:
         hint = f"`ckpt-jax show {view.path}` lists the names; optional = true marks a rule that may match nothing"
         raise Mismatch(f"{view.path} has no leaf for some of the rules", faults, hint=hint)
     return found.view
+
+
+def selected(view: View, patterns: Sequence[str]) -> View:
+    """The leaves that globs name, as `only` does in a restore; and no others.
+
+    Raises:
+        Mismatch: a glob names nothing.
+    """
+    asked = {
+        pattern: re.compile(f"(?:{fnmatch.translate(pattern)})|(?:{fnmatch.translate(pattern + '.*')})")
+        for pattern in patterns
+    }
+    idle = [pattern for pattern, regex in asked.items() if not any(map(regex.match, view.leaves))]
+    if idle:
+        faults = [Fault(repr(pattern), "a leaf of this name", "none") for pattern in idle]
+        raise Mismatch(f"{view.path} has no leaf that is asked for", faults)
+    left = [name for name in view.leaves if not any(regex.match(name) for regex in asked.values())]
+    drop = Rule(f"all but {', '.join(patterns)}", re.compile("|".join(map(re.escape, left)) or "(?!)"), drop=True)
+    return renamed(view, (drop,)).view
 
 
 def _first(rules: tuple[Rule, ...], name: str) -> tuple[int, Rule | None, re.Match[str] | None]:

@@ -106,10 +106,10 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %" if share >= 0.001 else f"{digits(100 * share)} %"
 
 
-def several(count: int, noun: str) -> str:
+def several(count: int, noun: str, plural: str = "") -> str:
     """So many of something.
 
-    >>> several(1, "place"), several(1024, "device")
-    ('1 place', '1,024 devices')
+    >>> several(1, "place"), several(1024, "device"), several(2, "leaf", "leaves")
+    ('1 place', '1,024 devices', '2 leaves')
     """
-    return f"{count:,} {noun}{'s' * (count != 1)}"
+    return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"

@@ -4,13 +4,13 @@ import io
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Annotated, Any, NoReturn
 
 import typer
 
-from . import _commit, _manifest, _storage, _units, _values
+from . import _cli_formats, _commit, _manifest, _storage, _terminal, _units, _values
 from ._manifest import Leaf, Manifest
 from .errors import CheckpointError, Corrupt, NotFound
 
@@ -66,7 +66,7 @@ def ls(root: Annotated[str, typer.Argument(help="A folder of checkpoints.")], as
             else _unlisted(place) or "check the path",
         )
     if as_json:
-        _print_json({"root": place.url, "checkpoints": rows})
+        _terminal.print_json({"root": place.url, "checkpoints": rows})
     else:
         _print_rows(rows)
         if unlisted := _unlisted(place):
@@ -87,7 +87,7 @@ def _unlisted(root: _storage.Folder) -> str:
 
 
 def _print_rows(rows: list[dict[str, Any]]) -> None:
-    _table(
+    _terminal.table(
         ["step", "saved", "leaves", "size", "state"],
         [(str(r["name"]), _when(r["time"]), _count(r["leaves"]), _size(r["bytes"]), r["state"]) for r in rows],
     )
@@ -146,13 +146,15 @@ def show(
     manifest = _commit.load(place)
     if name is not None and name in manifest.leaves:
         facts = _facts(name, manifest.leaves[name], manifest)
-        _print_json(facts) if as_json else _print_facts(facts)
+        _terminal.print_json(facts) if as_json else _print_facts(facts)
         return
     leaves = {n: leaf for n, leaf in manifest.leaves.items() if name is None or _matches(n, name)}
     if not leaves and name is not None:
         raise NotFound(f"{place} has no leaf {name!r}", hint=f"`ckpt-jax show {place}` lists them")
     if as_json:
-        _print_json(_summary(place, manifest) | {"leaves": {n: _facts(n, v, manifest) for n, v in leaves.items()}})
+        _terminal.print_json(
+            _summary(place, manifest) | {"leaves": {n: _facts(n, v, manifest) for n, v in leaves.items()}}
+        )
         return
     step = "" if manifest.step is None else f"step {manifest.step}, "
     print(f"{place}: {step}saved {_when(manifest.time)} by {manifest.writers} process{'es' * (manifest.writers > 1)}")
@@ -163,7 +165,7 @@ def show(
     if manifest.milestone:
         print("milestone: it stays for ever")
     print()
-    _table(
+    _terminal.table(
         ["name", "what", "size", "chunks", "sharding"],
         [
             (n, str(v), _size(_manifest.nbytes(v) if v.stored else None), _chunk(v), _spread(v, manifest))
@@ -248,10 +250,10 @@ def verify(
     """Checks a checkpoint: every file, and every chunk against its digest."""
     from . import _verify
 
-    report = _with_progress(_verify.progress(path, level.value), "verifying", unit="bytes")
+    report = _terminal.with_progress(_verify.progress(path, level.value), "verifying", unit="bytes")
     if as_json:
         faults = [{"place": f.place, "expected": f.expected, "found": f.found} for f in report.faults]
-        _print_json(
+        _terminal.print_json(
             {"path": report.path, "level": report.level, "ok": report.ok, "faults": faults}
             | {"chunks": report.chunks, "bytes": report.bytes, "seconds": report.seconds}
         )
@@ -266,10 +268,10 @@ def diff(a: Path, b: Path, as_json: Json = False) -> None:
     """Compares two checkpoints, leaf by leaf, bit for bit."""
     from . import _diff
 
-    found = _with_progress(_diff.progress(a, b), "comparing", unit="leaves")
+    found = _terminal.with_progress(_diff.progress(a, b), "comparing", unit="leaves")
     if as_json:
         changes = [{"name": c.name, "what": c.what, "a": c.a, "b": c.b} for c in found.changes]
-        _print_json({"a": found.a, "b": found.b, "equal": found.equal, "same": found.same, "changes": changes})
+        _terminal.print_json({"a": found.a, "b": found.b, "equal": found.equal, "same": found.same, "changes": changes})
     else:
         print(found)
     if not found.equal:
@@ -302,7 +304,7 @@ def prune(
     if not (gone or kept):
         raise NotFound(f"there are no checkpoints in {place}", hint=_unlisted(place) or "check the path")
     if as_json:
-        _print_json({"root": place.url, "dry_run": dry_run, "deleted": gone, "kept": kept})
+        _terminal.print_json({"root": place.url, "dry_run": dry_run, "deleted": gone, "kept": kept})
     else:
         print(f"{'would delete' if dry_run else 'deleted'}: {', '.join(map(str, gone)) or 'nothing'}")
         print(f"kept: {', '.join(map(str, kept))}")
@@ -317,9 +319,13 @@ def rollback(
 
     moved = _retain.rollback(root, step)
     if as_json:
-        _print_json({"root": _storage.folder(root).url, "newest": step, "aside": moved})
+        _terminal.print_json({"root": _storage.folder(root).url, "newest": step, "aside": moved})
     else:
         print(f"step {step} is the newest now; put aside: {', '.join(moved) or 'nothing'}")
+
+
+app.command("import", epilog=_CODES)(_cli_formats.import_)
+app.command("export", epilog=_CODES)(_cli_formats.export)
 
 
 @app.command(epilog=_CODES)
@@ -336,7 +342,7 @@ def prove(
     proof = proving.prove_resume(program, steps=steps, interrupt_at=at or [7], processes=processes)
     if as_json:
         faults = [{"place": f.place, "expected": f.expected, "found": f.found} for f in proof.faults]
-        _print_json({"program": program, "steps": steps, "interrupted": proof.interrupted, "faults": faults})
+        _terminal.print_json({"program": program, "steps": steps, "interrupted": proof.interrupted, "faults": faults})
     else:
         print(proof)
     if not proof.ok:
@@ -388,7 +394,7 @@ def plan(
 
         _plan_plot.save(found, plot, other)
     if as_json:
-        _print_json(_plan_report.as_json(found, other, run))
+        _terminal.print_json(_plan_report.as_json(found, other, run))
         return
     if run is not None:
         print(_plan_run.text(run) + "\n")
@@ -399,35 +405,6 @@ def plan(
 
 
 # --- printing ---------------------------------------------------------------------------------------------------------
-
-
-def _with_progress(steps: Iterator[Any], verb: str, *, unit: str) -> Any:
-    """Runs the steps, with a bar on stderr if that is a terminal; returns the last one, the result."""
-    if not sys.stderr.isatty():
-        *_, result = steps
-        return result
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    count = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
-    columns = (TextColumn(verb), BarColumn(), count, TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(verb)
-        result = None
-        for result in steps:
-            if isinstance(result, tuple):
-                bar.update(task, completed=result[0], total=result[1])
-    return result
-
-
-def _print_json(facts: Any) -> None:
-    print(json.dumps(facts, indent=2))
-
-
-def _table(head: list[str], rows: list[tuple[str, ...]]) -> None:
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    for row in (head, *rows):
-        print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def _when(seconds: float | None) -> str:

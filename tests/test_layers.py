@@ -33,6 +33,7 @@ FLOORS = [
     ["_events", "_pace", "_agree", "_preempt", "_resume", "_host_rng", "_replicas", "saver", "data", "prove"],
     ["_copy", "_import", "_in_a_row", "_to_safetensors", "_to_npz", "_to_orbax", "_export"],
     ["demo", "plan_sim", "_plan_file", "_plan_report", "_plan_run", "_plan_plot"],
+    ["_terminal", "_cli_formats"],
     ["cli"],
 ]
 ORDER = [name for floor in FLOORS for name in floor]
