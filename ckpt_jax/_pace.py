@@ -14,8 +14,9 @@ from typing import Any
 from . import _events, _units, plan
 from ._storage import Folder
 
+FIRST = 2  # Saves before the interval is theirs: a process's first one compiles, allocates and opens.
 RECENT = 9  # Saves whose median counts: enough that one slow save changes nothing.
-TOLD = 0.1  # By so large a part the interval changes before that is told again.
+TOLD = 0.25  # By so large a part the interval changes before that is told again.
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -53,6 +54,8 @@ class Every:
             raise ValueError(f"minutes is more than 0, not {self.minutes!r}")
         if self.minutes is not None and self.mtbf is not None:
             raise ValueError("either minutes or mtbf says how often")
+        if isinstance(self.mtbf, bool):
+            raise TypeError(f"mtbf is a number of seconds, not {self.mtbf!r}")
         if self.mtbf is not None and not 0 < self.mtbf < math.inf:
             raise ValueError(f"mtbf is a duration of more than 0, such as 44 hours, not {self.mtbf!r} s")
         if isinstance(self.jitter, bool) or not isinstance(self.jitter, numbers.Real):
@@ -68,9 +71,9 @@ class Every:
     ) -> "Every":
         """As often as costs the least: √(2 · pause · MTBF), from what saves take here and how often this run failed.
 
-        The first save comes after `least`, and says what one takes. From then on the interval is the best one for the
-        median pause of the last saves, never below what a whole save takes; the run tells it as the event `planned`,
-        with the sum. `mtbf` counts as one failure that was seen, beside those that `events.jsonl` tells of.
+        The first two saves come after `least` each, and say what one takes. From then on the interval is the best one
+        for the median pause of the last saves, never below what a whole save takes; the run tells it as the event
+        `planned`, with the sum. `mtbf` counts as one failure that was seen, beside those that `events.jsonl` tells of.
 
         Args:
             mtbf: the time between failures that is expected of the whole run: seconds, or a text such as `"44h"`.
@@ -146,11 +149,13 @@ class Pace:
         with self._lock:
             self._pauses.append(pause)
             self._writes.append(write)
-            interval, mtbf = self.interval(), self.mtbf()
+            mtbf = self.mtbf()
+            interval = self.interval(mtbf)
             self._now = self._jittered(interval)
-        if self._told is None or abs(interval - self._told) > TOLD * self._told:
+            enough = len(self._pauses) >= FIRST
+        if enough and (self._told is None or abs(interval - self._told) > TOLD * self._told):
             self._told = interval
-            pause, write = statistics.median(self._pauses), statistics.median(self._writes)
+            pause, write = self._takes()
             facts = {"interval": interval, "pause": pause, "write": write, "mtbf": mtbf}
             self._tell(message=self._sum(pause, write, mtbf, interval), seconds=facts)
 
@@ -160,23 +165,28 @@ class Pace:
         ran = self._before + self._clock() - self._start
         return (self._every.mtbf + ran) / (1 + self._failures)
 
-    def interval(self) -> float:
+    def interval(self, mtbf: float | None = None) -> float:
         """Seconds from the beginning of one save to that of the next, without jitter."""
-        if not self._pauses:
-            return self._every.least
-        best = plan.young(statistics.median(self._pauses), self.mtbf())
-        return max(self._least(), min(best, self._every.most))
+        if len(self._pauses) < FIRST:
+            return self._least()
+        pause, _ = self._takes()
+        return max(self._least(), min(plan.young(pause, mtbf or self.mtbf()), self._every.most))
+
+    def _takes(self) -> tuple[float, float]:
+        """The pause and the write of a save like the last ones: of two the shorter, as a run's first takes longer."""
+        return statistics.median_low(self._pauses), statistics.median_low(self._writes)
 
     def _least(self) -> float:
         """Below this saves would be skipped, as the one before is still being written."""
-        takes = statistics.median(self._pauses) + statistics.median(self._writes) if self._pauses else 0.0
-        return max(self._every.least, takes)
+        return max(self._every.least, sum(self._takes()) if self._pauses else 0.0)
 
     def _jittered(self, interval: float) -> float:
         if not self._every.jitter:
             return interval
-        longer = interval * (1 + self._every.jitter * self._chance.uniform(-1, 1))
-        return max(self._least(), min(longer, max(interval, self._every.most)))
+        part, least, most = self._every.jitter * self._chance.uniform(-1, 1), self._least(), self._every.most
+        if not least <= interval * (1 + part) <= max(most, interval):
+            part = -part  # Not cut off at a bound, where runs that began together would meet again.
+        return max(least, min(interval * (1 + part), max(most, interval)))
 
     def _sum(self, pause: float, write: float, mtbf: float, interval: float) -> str:
         named = _units.duration

@@ -10,7 +10,7 @@ from . import _units, _values, plan
 from ._units import DAY, YEAR
 from .errors import CheckpointError, Fault
 
-LARGEST = 1_000_000  # Bytes of a file.
+LARGEST = 16_000  # Bytes of a file: of long dotted keys Python's reader takes a time that grows with their square.
 SIZE = ("state.parameters", "state.bytes")  # Either says how large a checkpoint is.
 CLASSES = ("process", "node", "rack")  # What fails, and with it what it holds: memory, a disk, several disks.
 
@@ -26,6 +26,7 @@ class Saves:
         restart: seconds from a failure's notice until the run trains on from there.
         covers: the classes of failures that it survives.
         within: seconds in which the write is to be done.
+        rate: bytes a second, where `write` was made of them.
     """
 
     interval: float | None = None
@@ -34,6 +35,7 @@ class Saves:
     restart: float = 0.0
     covers: tuple[str, ...] = CLASSES
     within: tuple[float, ...] = ()
+    rate: float | None = None
 
     @property
     def blocks(self) -> float:
@@ -103,6 +105,8 @@ def scaled(setup: Setup, factor: float) -> Setup:
     """
     local = setup.local
     larger = dataclasses.replace(setup, devices=setup.devices and max(1, round(setup.devices * factor)))
+    if setup.devices is not None and larger.devices is not None:
+        factor = larger.devices / setup.devices
     if local is not None and local.write is not None and setup.nodes is not None and larger.nodes is not None:
         local = dataclasses.replace(local, write=local.write * setup.nodes / larger.nodes)
     words = f"{factor:,g} times larger" if factor > 1 else f"{1 / factor:,g} times smaller"
@@ -132,7 +136,7 @@ def load(path: str) -> Setup:
 def loads(data: bytes, path: str) -> Setup:
     """As `load`, from the bytes of a file."""
     try:
-        tables = tomllib.loads(data.decode())
+        tables = tomllib.loads(data.decode("utf-8-sig"))
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
         raise CheckpointError(f"{path} is no TOML", [Fault(path, "TOML in UTF-8", f"{error}")]) from error
     reader = _Reader(tables)
@@ -144,6 +148,11 @@ def loads(data: bytes, path: str) -> Setup:
             f"{path} is no plan, in {many}", reader.faults, hint="docs/plan.md lists all keys, with their units"
         )
     return setup
+
+
+def _plain(text: str) -> str:
+    """A text of which a stranger may have written a part, without what a terminal would obey."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text[:500])
 
 
 class _Reader:
@@ -172,7 +181,8 @@ class _Reader:
         return value
 
     def fault(self, place: str, expected: str, found: object) -> None:
-        self.faults.append(Fault(place, expected, found if isinstance(found, str) else repr(found)[:200]))
+        told = found if isinstance(found, str) else _values.shown(found)
+        self.faults.append(Fault(*(_plain(text) for text in (place, expected, told))))
 
     def number(self, section: str, key: str, kind: _units.Kind, low: float, high: float) -> float | None:
         """A quantity between two bounds; None if it is not there, or wrong."""
@@ -315,9 +325,10 @@ def _failures(read: _Reader, devices: int | None) -> tuple[float | None, tuple[f
     count = read.number("failures", "count", "count", 1, 1e9)
     over = read.number("failures", "over", "seconds", 60, 100 * YEAR)
     on = read.whole("failures", "devices", 1, 10**8)
-    for one, other in (("count", "over"), ("over", "count")):
-        if f"failures.{one}" in read.given:
-            read.needs("both: so many failures, in this time", f"failures.{other}")
+    if count is not None:
+        read.needs('in which time so many failed, such as "54 days"', "failures.over")
+    if over is not None:
+        read.needs("how many failures there were in that time", "failures.count")
     if mtbf is not None and count is not None:
         read.fault("failures.count", "either mtbf or count and over", "both")
     if read.has("failures"):
@@ -340,6 +351,9 @@ def _shares(read: _Reader, local: Saves | None) -> Mapping[str, float]:
     wrong = told is not None and any(found[name] is None for name in CLASSES if name in told)
     if told is not None and not wrong and abs(sum(shares.values()) - 1) > 1e-6:
         read.fault("failures.shares", "parts that add up to 1", f"{sum(shares.values()):g}")
+    small = [name for name, share in shares.items() if 0 < share < 1e-6]
+    for name in small:
+        read.fault(f"failures.shares.{name}", "0, or a millionth and more", f"{shares[name]:g}")
     if local is not None:
         expected = "the part of process, node and rack in the failures, which are 1 together"
         read.needs(expected, "failures.shares")
@@ -379,6 +393,8 @@ def _tier(read: _Reader, section: str, size: float | None, rate: str) -> Saves:
             read.needs(f"what {section}.{rate} is to carry: a node's part", "cluster.devices")
     if speed is not None and size is not None:
         write = size / speed
+        if write > 7 * DAY:
+            read.fault(f"{section}.{rate}", f"enough for {_values.human(size)} in 7 days", f"{_values.human(speed)}/s")
     blocks = pause if pause is not None else write
     if interval is not None and blocks is not None and interval < blocks:
         at_least = f"at least the {_units.duration(blocks)} for which training stands still"
@@ -386,4 +402,4 @@ def _tier(read: _Reader, section: str, size: float | None, rate: str) -> Saves:
     if read.has(section):
         expected = f'a duration, such as "5 s", or {section}.write, or {section}.{rate}'
         read.needs(expected, *(f"{section}.{key}" for key in ("pause", "write", rate)))
-    return Saves(interval, pause, write)
+    return Saves(interval, pause, write, rate=speed)

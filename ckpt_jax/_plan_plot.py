@@ -70,10 +70,11 @@ def draw(found: Sums, other: Sums | None = None) -> Any:
             axes.plot(*point, marker, color=color, markerfacecolor=fill, markersize=9, label=_plain(label))
     axes.set_xscale("log")
     ticks = [t for t in _TICKS if least <= t <= most]
-    axes.xaxis.set_major_locator(FixedLocator(ticks))
-    axes.xaxis.set_minor_locator(NullLocator())
+    if len(ticks) > 1:
+        axes.xaxis.set_major_locator(FixedLocator(ticks[:: 1 + len(ticks) // 9]))
+        axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda seconds, _: _units.duration(seconds)))
-    axes.set_ylim(0, min(100.0, 100 * max(3 * max(row.total for rows in marks for row in rows), 1e-4)))
+    axes.set_ylim(0, min(104.0, 100 * max(3 * max(row.total for rows in marks for row in rows), 1e-4)))
     axes.set_xlim(least, most)
     axes.set_xlabel("from one save to the next")
     axes.set_ylabel("share of the time (%)")

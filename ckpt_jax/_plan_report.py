@@ -8,10 +8,11 @@ from typing import Any
 
 from . import _values, plan
 from ._plan_file import Saves, Setup
-from ._units import DAY, HOUR, digits, duration, percent, several
+from ._units import DAY, HOUR, digits, duration, listed, percent, several
 from .plan import Tier
 
 size = functools.partial(_values.human, figures=2)  # As the sums of others are printed.
+LEAST = 1.0  # Seconds between two saves that cost nothing.
 AROUND = (0.25, 0.5, 1.0, 2.0, 4.0)  # Intervals in the table, in parts of the best one.
 
 
@@ -121,8 +122,7 @@ def sums(setup: Setup) -> Sums:
     shared = setup.shared
     says = shared.pause is not None or shared.write is not None
     mtbf = setup.mtbf_of(shared.covers)
-    best = plan.optimum(shared.blocks, mtbf, write=shared.behind) if says and mtbf is not None else None
-    best = None if best == 0 else best
+    best = _best_interval(setup) if says and mtbf is not None else None
     today = shared.interval
     wanted = {factor * best for factor in AROUND if factor * best >= shared.blocks + shared.behind} if best else set()
     wanted |= {today} if today is not None and says else set()
@@ -150,8 +150,27 @@ def local_interval(setup: Setup) -> float | None:
     if setup.local is None:
         return None
     mtbf = setup.mtbf_of(setup.local.covers)
-    best = None if mtbf is None else plan.optimum(setup.local.blocks, mtbf, write=setup.local.behind)
-    return setup.local.interval or best or None
+    best = None if mtbf is None else plan.optimum(setup.local.blocks, mtbf, write=setup.local.behind, least=LEAST)
+    return setup.local.interval or best
+
+
+def _best_interval(setup: Setup) -> float | None:
+    """Seconds between two saves to shared storage that waste the least; None if each costs nothing.
+
+    With two tiers no formula tells it: a crashed process, too, goes on from shared storage where that is newer.
+    """
+    shared, mtbf = setup.shared, setup.mtbf_of(setup.shared.covers)
+    if mtbf is None or not shared.blocks + shared.behind:
+        return None
+    least = plan.optimum(shared.blocks, mtbf, write=shared.behind, least=LEAST if setup.local else 0.0)
+    if setup.local is None:
+        return least
+    low, best, high = max(shared.blocks + shared.behind, LEAST), least, 4 * least
+    for _ in range(3):  # Ever finer.
+        steps = [low * (high / low) ** (at / 60) for at in range(61)]
+        at = min(range(61), key=lambda at: row(setup, steps[at]).total)
+        low, best, high = steps[max(0, at - 1)], steps[at], steps[min(60, at + 1)]
+    return best
 
 
 def _notice(saves: Saves, seconds: float) -> Notice:
@@ -206,7 +225,14 @@ def text(found: Sums) -> str:
     setup = found.setup
     parts = [[setup.name or "plan"], [*_state(setup)], [*_failures(setup)], [*_saves(setup)], [*_best(found)]]
     parts += [[*_at(found, each)] for each in (found.today, found.best) if each is not None]
-    parts += [[*_difference(found)], table(found), [*_kept(found)], [*_rates(found)], [*_notices(found)]]
+    parts += [
+        [*_difference(found)],
+        table(found),
+        [*_kept(found)],
+        [*_rates(found)],
+        [*_notices(found)],
+        [*_left(found)],
+    ]
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 
@@ -229,7 +255,7 @@ def _failures(setup: Setup) -> Iterator[str]:
         return
     if setup.observed is not None:
         count, over, devices = setup.observed
-        on = f" on {several(int(devices), 'device')}" if devices != setup.devices else ""
+        on = f" on {several(int(devices), 'device')}" if devices and devices != setup.devices else ""
         here = f" on {setup.devices:,}" if on and setup.devices else ""
         many = f"{count:,.0f} in {duration(over)}{on}"
         yield f"Failures: {many}, so {digits(DAY / setup.mtbf)} a day{here}: one every {duration(setup.mtbf)}."
@@ -238,9 +264,9 @@ def _failures(setup: Setup) -> Iterator[str]:
     if setup.local is not None:
         for tier, name in ((setup.local, "its node's own copy"), (setup.shared, "shared storage")):
             mtbf = setup.mtbf_of(tier.covers)
-            kinds = " or ".join(kind for kind in tier.covers if setup.shares.get(kind))
+            kinds = [kind for kind in tier.covers if setup.shares.get(kind)]
             if mtbf is not None:
-                yield f"  Of a {kinds}: one every {duration(mtbf)}; the run goes on from {name}."
+                yield f"  Of a {listed(kinds)}: one every {duration(mtbf)}; the run goes on from {name}."
             else:
                 yield f"  None is such that the run goes on from {name}: no best interval follows for that."
 
@@ -262,23 +288,29 @@ def _saves(setup: Setup) -> Iterator[str]:
 def _best(found: Sums) -> Iterator[str]:
     setup, shared = found.setup, found.setup.shared
     mtbf = setup.mtbf_of(shared.covers)
+    if setup.local is not None and found.local is not None and (often := setup.mtbf_of(setup.local.covers)) is not None:
+        root = plan.young(setup.local.blocks, often)
+        today = "" if setup.local.interval is None else f"; today {duration(setup.local.interval)}"
+        bound = "" if today or found.local <= root else f"; but no save is over before {duration(found.local)}"
+        blocks = duration(setup.local.blocks)
+        own = f"√(2 × {blocks} × {duration(often)}) = {duration(root)} (Young){today}{bound}"
+        yield f"The best interval on the nodes' own disks: {own}."
     if found.optimum is None or found.young is None or found.daly is None or mtbf is None:
         return
     yield (
         f"The best interval: √(2 × {duration(shared.blocks)} × {duration(mtbf)}) = {duration(found.young)} (Young); "
         f"{duration(found.daly)} of training between two saves (Daly)."
     )
-    if found.optimum > found.young:
+    if setup.local is not None:
+        yield f"  With what crashed processes take from there too, {duration(found.optimum)} wastes the least."
+    elif found.optimum > found.young:
         yield f"  A save takes {duration(found.optimum)}, and the next one begins after it: so that is the best."
-    if found.optimum > mtbf / 4 and setup.local is None:
+    if setup.local is None and (found.optimum > mtbf / 4 or (found.best and _is_rough(found.best))):
         exact, share = exactly_best(setup)
         yield (
-            "  It comes near the time between failures, where these sums are too large. By the exact value, the column "
-            f"goodput, every {duration(exact)} is best: {percent(share)}."
+            "  Failures come so soon that these sums are too large. By the exact value, the column goodput, every "
+            f"{duration(exact)} is best: {percent(share)}."
         )
-    if setup.local is not None and found.local is not None and (often := setup.mtbf_of(setup.local.covers)) is not None:
-        blocks = duration(setup.local.blocks)
-        yield f"  On the nodes' own disks: √(2 × {blocks} × {duration(often)}), {duration(found.local)}."
 
 
 def exactly_best(setup: Setup) -> tuple[float, float]:
@@ -309,9 +341,12 @@ def _at(found: Sums, each: Row) -> Iterator[str]:
                 again = " + ".join(duration(s) for s in (setup.detection, shared.restart) if s)
                 again = f"({again})" if " + " in again else again
                 yield f"  {again} / {duration(mtbf)} = {percent(each.restart)} restart"
-    if each.total >= 1:
+    if each.total >= 1 and (each.goodput is None or each.goodput < 0.001):
         yield "  So such a run never gets ahead."
         return
+    if _is_rough(each) and each.goodput is not None:
+        ahead = percent(each.goodput)
+        yield f"  That is more than it will be: by the exact value the run gets ahead {ahead} of the time."
     cost = f"  {percent(each.total)} in all"
     if each.device_hours is not None and setup.length is not None and setup.devices is not None:
         hours = setup.length / HOUR * setup.devices
@@ -320,6 +355,11 @@ def _at(found: Sums, each: Row) -> Iterator[str]:
             whole = _money(hours * setup.price, setup.currency, 3)
             cost += f", {_money(each.money, setup.currency)} of {whole}"
     yield cost + "."
+
+
+def _is_rough(each: Row) -> bool:
+    """Whether the sum to first order is far from the exact value."""
+    return each.goodput is not None and abs(1 - each.goodput - each.total) > 0.02
 
 
 def _difference(found: Sums) -> Iterator[str]:
@@ -353,7 +393,8 @@ def table(found: Sums) -> list[str]:
     right = [
         f"{'  '.join(cell.rjust(width) for cell, width in zip(line[:-1], widths, strict=False))}" for line in cells
     ]
-    return [f"{line}  {last[-1]}".rstrip() for line, last in zip(right, cells, strict=True)]
+    lines = [f"{line}  {last[-1]}".rstrip() for line, last in zip(right, cells, strict=True)]
+    return [*lines, "(waste to first order, goodput exact)"] if "goodput" in cells[0] else lines
 
 
 def _kept(found: Sums) -> Iterator[str]:
@@ -365,6 +406,8 @@ def _kept(found: Sums) -> Iterator[str]:
     else:
         days = min(setup.daily, math.ceil(setup.length / DAY))
         policy = f"the last {setup.last}" + f" and one a day for {several(days, 'day')}" * bool(days)
+        if found.kept.checkpoints < setup.last + days:
+            policy += ", which is all that are made"
     many = f"{found.kept.checkpoints:,.0f} × {size(setup.size)} = {size(found.kept.bytes)}"
     yield f"Storage: {policy}: {many}, and one more while it is written."
 
@@ -393,10 +436,23 @@ def _notices(found: Sums) -> Iterator[str]:
         elif most <= notice:
             verdict = f"is long enough for a last save: {duration(most)} at worst"
         elif least <= notice:
-            verdict = f"is long enough for a last save ({duration(least)}) unless one has just begun ({duration(most)})"
+            both = f"where one has just begun, that one must do, as both take {duration(most)}"
+            verdict = f"is long enough for a last save ({duration(least)}); {both}"
         else:
-            verdict = f"is too short for a last save, which takes {duration(least)}: half an interval is lost"
+            every = tier.interval or found.optimum
+            lost = "" if every is None else f", {duration(taken(tier, every) / 2 + tier.behind)} on average"
+            verdict = f"is too short for a last save, which takes {duration(least)}"
+            verdict += f": the work since the one before is lost{lost}"
         yield f"Preemption: a notice of {duration(notice)} {verdict}."
+
+
+def _left(found: Sums) -> Iterator[str]:
+    """What would have to be said for the best interval."""
+    setup, shared = found.setup, found.setup.shared
+    if setup.mtbf is None:
+        yield "Failures are not counted in: failures.mtbf, or failures.count and failures.over, tell of them."
+    if shared.pause is None and shared.write is None:
+        yield "What a save takes is not said: save.pause, save.write or save.bandwidth tell it."
 
 
 def compared(a: Sums, b: Sums) -> str:
@@ -407,6 +463,8 @@ def compared(a: Sums, b: Sums) -> str:
     rows = (left, right)
     lines = ["compared"]
     names = [found.setup.name or "plan" for found in (a, b)]
+    if names[0] == names[1]:
+        names = [f"{name} ({which})" for name, which in zip(names, ("the first", "the second"), strict=True)]
     for found, name, each in zip((a, b), names, rows, strict=True):
         what = "today" if each is found.today else "at its best"
         uncounted = "" if found.setup.mtbf is not None else ", failures not counted in"
@@ -416,11 +474,17 @@ def compared(a: Sums, b: Sums) -> str:
             f"  {name}: every {duration(each.interval)} ({what}): {percent(each.total)} wasted{hours}{cost}{uncounted}"
         )
     less, more = (1, 0) if rows[1].total <= rows[0].total else (0, 1)
-    words = f"  {names[less]} wastes {percent(rows[more].total - rows[less].total)} less of its time"
+    if abs(rows[0].total - rows[1].total) < 0.0005:
+        return "\n".join(
+            [*lines, "  Both waste the same."] if (a.setup.mtbf is None) == (b.setup.mtbf is None) else lines
+        )
+    points = digits(100 * (rows[more].total - rows[less].total))
+    words = f"  {names[less]} wastes less: {points} in 100 of the time"
     same = (a.setup.devices, a.setup.length) == (b.setup.devices, b.setup.length)
     if same and rows[0].device_hours is not None and rows[1].device_hours is not None:
         words += f": {digits(abs(rows[0].device_hours - rows[1].device_hours))} device-hours"
-        if rows[0].money is not None and rows[1].money is not None and a.setup.price == b.setup.price:
+        prices = [(each.setup.price, each.setup.currency) for each in (a, b)]
+        if rows[0].money is not None and rows[1].money is not None and prices[0] == prices[1]:
             words += f", {_money(abs(rows[0].money - rows[1].money), a.setup.currency)}"
     if (a.setup.mtbf is None) == (b.setup.mtbf is None):
         lines.append(words + ".")

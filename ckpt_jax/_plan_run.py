@@ -1,7 +1,6 @@
 """What a run measured of itself: pause, write time, bytes and failures, for a plan (no JAX)."""
 
 import dataclasses
-import itertools
 import math
 import statistics
 from dataclasses import dataclass
@@ -47,9 +46,22 @@ def measured(path: str) -> Measured:
         CheckpointError: there is no run there, or it has committed nothing.
     """
     root = _storage.folder(path)
+    if not root.local:
+        raise CheckpointError(
+            f"{root} is in a bucket, and tells of no run: a Saver writes {_events.FILE} on file systems only",
+            [Fault(str(root), "a folder on a file system", "a bucket")],
+            hint="give the plan's file the pause, the write and the failures that you know of",
+        )
     events = list(_events.read(root))
-    told = [event for event in events if event["kind"] == "committed"]
-    commits = [(event["time"], seconds) for event in told if (seconds := _seconds(event)) is not None]
+    commits, gaps, before = list[dict[str, float]](), list[float](), None
+    for event in events:
+        if event["kind"] == "started":
+            before = None  # The time that nothing ran is no interval.
+        elif event["kind"] == "committed" and (seconds := _seconds(event)) is not None:
+            if before is not None and 0 < event["time"] - before < plan.JUMP:
+                gaps.append(event["time"] - before)
+            commits.append(seconds)
+            before = event["time"]
     newest = next(iter(_commit.good(root)), None)
     if not commits or newest is None:
         found = f"{len(events)} events, {len(commits)} of a commit, {'a' if newest else 'no'} checkpoint"
@@ -58,14 +70,12 @@ def measured(path: str) -> Measured:
             [Fault(_events.FILE, "events of a Saver that has committed a checkpoint", found)],
             hint="give the folder that a Saver writes to",
         )
-    recent = commits[-RECENT:]
-    seconds = [each for _, each in recent]
-    gaps = [b - a for (a, _), (b, _) in itertools.pairwise(recent) if b > a]
+    recent, gaps = commits[-RECENT:], gaps[-RECENT:]
     return Measured(
         root=root.url,
         saves=len(recent),
-        pause=statistics.median(each["blocked"] for each in seconds),
-        write=statistics.median(each["all"] for each in seconds),
+        pause=statistics.median(each["blocked"] for each in recent),
+        write=statistics.median(each["all"] for each in recent),
         interval=statistics.median(gaps) if gaps else None,
         size=float(newest[1].nbytes),
         failures=plan.fit_mtbf(events),
@@ -89,14 +99,18 @@ def applied(setup: Setup, found: Measured) -> Setup:
     Failures count where there were any: a run in which nothing has failed yet says little of how often it will.
     """
     observed = found.failures.failures > 0 and found.failures.seconds > 0
+    local = setup.local
+    if local is not None and local.rate is not None and setup.nodes is not None:
+        local = dataclasses.replace(local, write=found.size / setup.nodes / local.rate)
     return dataclasses.replace(
         setup,
         name=setup.name or found.root,
-        size=found.size,
+        size=found.size or None,
         parameters=None,
         recipe={},
         mtbf=found.failures.mtbf if observed else setup.mtbf,
-        observed=(found.failures.failures, found.failures.seconds, setup.devices or 1) if observed else setup.observed,
+        observed=(found.failures.failures, found.failures.seconds, setup.devices or 0) if observed else setup.observed,
+        local=local,
         shared=dataclasses.replace(
             setup.shared, interval=found.interval or setup.shared.interval, pause=found.pause, write=found.write
         ),
@@ -114,7 +128,9 @@ def text(found: Measured) -> str:
     if found.skipped or found.failed:
         skipped = f"{_units.several(found.skipped, 'save')} skipped, as the one before was being written"
         lines.append(f"  {skipped}; {found.failed} failed.")
-    if fit.failures:
+    if fit.failures and not fit.seconds:
+        lines.append(f"  {_units.several(fit.failures, 'failure')}, but its clock does not say in which time.")
+    elif fit.failures:
         bounds = f"between {named(fit.low)} and {named(fit.high)}, with {fit.confidence:.0%} confidence"
         many = f"{_units.several(fit.failures, 'failure')} in {named(fit.seconds)}"
         lines.append(f"  {many}: one every {named(fit.mtbf)} ({bounds}).")

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Iterable
 from typing import Literal
 
 Kind = Literal["seconds", "bytes", "bytes/s", "count"]
@@ -24,9 +25,9 @@ _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0
 _COUNTS = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 EXAMPLES: dict[Kind, str] = {
-    "seconds": '"90 s", "15 min", "44 h", "30 days" or seconds as a number',
-    "bytes": '"980 GB", "64 GiB" or bytes as a number',
-    "bytes/s": '"5 GB/s" or bytes a second as a number',
+    "seconds": '"90 s", "15 min", "44 h", "30 days" or seconds as a bare number',
+    "bytes": '"980 GB", "64 GiB" or bytes as a bare number',
+    "bytes/s": '"5 GB/s" or bytes a second as a bare number',
     "count": '"70 B" (billions), "405e9" or a number',
 }
 LONGEST = 100  # Characters of a quantity.
@@ -57,15 +58,23 @@ def parse(value: object, kind: Kind) -> float:
 
 
 def _scale(unit: str, kind: Kind) -> float | None:
-    """What a unit stands for; None if it is none of this kind. A bare number has the base unit."""
+    """What a unit stands for; None if it is none of this kind. A text without one is a slip of the pen."""
     if kind == "count":
         return _COUNTS.get(unit)
     if kind == "seconds":
-        return _TIMES.get(unit, _TIMES.get(unit.removesuffix("s"))) if unit else 1.0
-    if not unit:
-        return 1.0
+        return _TIMES.get(unit) or (_TIMES.get(unit[:-1]) if unit.endswith("s") and len(unit) > 3 else None)
     unit = unit.removesuffix("/s") if kind == "bytes/s" and unit.endswith("/s") else unit if kind == "bytes" else ""
     return (_PREFIXES | _BINARY).get(unit.removesuffix("B")) if unit.endswith("B") else None
+
+
+def listed(words: Iterable[str]) -> str:
+    """Words as people list them.
+
+    >>> listed(["process", "node", "rack"])
+    'process, node or rack'
+    """
+    *most, last = words
+    return f"{', '.join(most)} or {last}" if most else last
 
 
 def digits(value: float, count: int = 2) -> str:

@@ -121,6 +121,8 @@ def shown(value: Any) -> str:
         return f"{value!r:.80}"
     except ValueError:  # Python writes no int of more than 4,300 digits.
         return f"a {type(value).__name__} of very many digits"
+    except RecursionError:
+        return f"a {type(value).__name__} nested very deep"
 
 
 def too_deep(value: Any) -> bool:

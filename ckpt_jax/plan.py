@@ -13,6 +13,7 @@ The sums to first order are those of Young; they hold while the interval is shor
 'every 15 min: 1.1% of the time'
 """
 
+import itertools
 import math
 import numbers
 import re
@@ -37,10 +38,17 @@ def _check(**named: float) -> None:
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise TypeError(f"{name} is a number of seconds, not {value!r}")
         endless = name == "mtbf" and value == math.inf
-        if not (endless or (math.isfinite(value) and value >= 0)):
+        if not (endless or (_is_finite(value) and value >= 0)):
             raise ValueError(f"{name} is a number of seconds, 0 or more, not {value!r}")
         if name in ("mtbf", "interval") and value == 0:
             raise ValueError(f"{name} is more than 0 seconds")
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # An int that no float holds.
+        return False
 
 
 # --- the best interval ------------------------------------------------------------------------------------------------
@@ -188,15 +196,40 @@ def tiered(classes: Iterable[tuple[float, Tier | Sequence[Tier]]], *, detection:
     lost = restart = 0.0
     for mtbf, found in survive:
         _check(mtbf=mtbf, detection=detection)
-        newest = min(found, key=_age)
-        lost += _age(newest) / mtbf
-        restart += (detection + newest.restart) / mtbf
+        age, again = _newest(found)
+        lost += age / mtbf
+        restart += (detection + again) / mtbf
     return Waste(sum(tier.pause / tier.interval for tier in tiers.values()), lost, restart)
 
 
-def _age(tier: Tier) -> float:
-    """Seconds of work since the newest checkpoint that counts was begun, on average."""
-    return tier.interval / 2 + tier.write
+_STEPS = 8  # Of a piece in which the chances are polynomials, which Simpson's rule then integrates.
+
+
+def _newest(tiers: Sequence[Tier]) -> tuple[float, float]:
+    """The age of the newest checkpoint of all tiers, and how long a start from there takes: seconds, on average.
+
+    A tier's newest one is between `write` and `write + interval` old, each age as likely; tiers save independently.
+    """
+    if len(tiers) == 1:
+        return tiers[0].interval / 2 + tiers[0].write, tiers[0].restart
+
+    def older(tier: Tier, age: float) -> float:
+        return min(1.0, max(0.0, (tier.write + tier.interval - age) / tier.interval))
+
+    ends = sorted({0.0} | {end for tier in tiers for end in (tier.write, tier.write + tier.interval)})
+    mean = again = 0.0
+    for low, high in itertools.pairwise(ends):
+        width = (high - low) / _STEPS
+        middle = (low + high) / 2
+        for step in range(_STEPS + 1):
+            weight = width / 3 * (1 if step in (0, _STEPS) else 4 if step % 2 else 2)
+            chances = [older(tier, low + step * width) for tier in tiers]
+            mean += weight * math.prod(chances)
+            for at, tier in enumerate(tiers):
+                if tier.write <= middle <= tier.write + tier.interval:  # It may be the newest, and is just so old.
+                    others = math.prod(chances[:at] + chances[at + 1 :])
+                    again += weight * others * tier.restart / tier.interval
+    return mean, again
 
 
 def goodput(
@@ -204,26 +237,29 @@ def goodput(
 ) -> float:
     """The share of the time in which a run gets ahead: exact for failures without memory, also near the MTBF.
 
-    With τ, C, W, M for interval, pause, write and mtbf, and D for restart and detection together: a checkpoint gains
-    τ − C of training; e^(−W/M) / (e^(τ/M) − 1) of them come to count between two failures; and a cycle from failure to
-    failure takes M · e^(D/M), as one may also come while the run starts again.
+    With τ, C, W, M for interval, pause, write and mtbf, and D for restart and detection together: the first save after
+    a start comes after τ of training, each other gains τ − C; the k-th comes to count if nothing fails for
+    k · τ + C + W, which has the chance e^(−(k · τ + C + W) / M); and a cycle from failure to failure takes
+    M · e^(D/M), as one may also come while the run starts again. Together
+    e^(−(τ + C + W + D) / M) · (τ + (τ − C) / (e^(τ/M) − 1)) / M.
 
     Args: as of `waste`.
 
-    Source: Daly 2006, as for `daly` (its complete form, here with a write behind the training).
+    Source: as Daly 2006, for `daly`, here with a write behind the training, and no save right after a start.
 
     >>> f"{goodput(7200, 196, 86_400):.2%}"
     '93.28%'
     """
     _check(interval=interval, pause=pause, mtbf=mtbf, write=write, restart=restart, detection=detection)
-    trained = max(0.0, interval - pause)
+    interval = max(interval, pause)
+    later = interval - pause
     if mtbf == math.inf:
-        return trained / interval
-    lives = (write + restart + detection) / mtbf
-    if interval / mtbf + lives > 700:  # e^700 is near what a float holds.
+        return later / interval
+    if interval / mtbf > 700:  # e^700 is near what a float holds.
         return 0.0
-    cycle = mtbf * math.expm1(interval / mtbf) * math.exp(lives)
-    return trained / max(cycle, interval)
+    ratio = interval / mtbf
+    gained = ratio + later / mtbf / math.expm1(ratio)
+    return math.exp(-(interval + pause + write + restart + detection) / mtbf) * gained
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------
@@ -263,7 +299,7 @@ def mtbf(failures: float, seconds: float, *, devices: float = 1, to: float = 1) 
     '0.54 a day, 44 h'
     """
     _check(seconds=seconds)
-    if not (failures >= 0 and devices > 0 and to > 0):
+    if not (all(map(_is_finite, (failures, devices, to))) and failures >= 0 and devices > 0 and to > 0):
         raise ValueError(f"failures, devices and to are counts, not {failures!r}, {devices!r} and {to!r}")
     return math.inf if failures == 0 else seconds / failures * devices / to
 
@@ -297,7 +333,8 @@ def fit_mtbf(events: Iterable[Any], confidence: float = 0.9) -> Fit:
 
     A failure is a `Saver` that was started and did not tell of its end before the next one was, or told that an error
     ended it; Ctrl-C and `sys.exit` are none. The time is that from each start to its end; where none was told, to half
-    of the median time between commits after the last thing that was. Only the first process's events count.
+    of the median time between commits after the last thing that was. Only the first process's events count. A clock
+    that jumps by more than a month within a life is not believed.
 
     >>> told = [(0, "started"), (3600, "committed"), (4000, "started"), (9000, "committed"), (9100, "closed")]
     >>> found = fit_mtbf({"time": time, "kind": kind, "process": 0} for time, kind in told)
@@ -309,10 +346,17 @@ def fit_mtbf(events: Iterable[Any], confidence: float = 0.9) -> Fit:
     gaps, untold = list[float](), list[float]()  # Between commits of one life; from a life's last word to the next.
     for event in events:
         names = ("time", "kind", "process", "message")
-        told = event if isinstance(event, Mapping) else {name: getattr(event, name) for name in names}
-        if told.get("process", 0) != 0 or "time" not in told or "kind" not in told:
+        told = event if isinstance(event, Mapping) else {name: getattr(event, name, None) for name in names}
+        if told.get("process", 0) != 0 or told.get("time") is None or told.get("kind") is None:
+            if not isinstance(event, Mapping) and not hasattr(event, "kind"):
+                raise TypeError(f"events are dicts or Events, not {event!r:.80}")
             continue
-        time, kind = float(told["time"]), told["kind"]
+        if not _is_finite(told["time"]):
+            raise ValueError(f"an event's time is a number of seconds, not {told['time']!r:.80}")
+        time, kind = float(told["time"] or 0.0), told["kind"]
+        if last is not None and kind != "started" and time - last > JUMP:
+            start = None if start is None else start + (time - last)
+            commit = None
         if kind == "started":
             if start is not None and last is not None:  # The one before told of no end.
                 failures += 1
@@ -333,6 +377,7 @@ def fit_mtbf(events: Iterable[Any], confidence: float = 0.9) -> Fit:
     return fit(failures, seconds + sum(min(half, gap) for gap in untold), confidence)
 
 
+JUMP = 30.5 * 86_400.0  # Seconds without an event that no run keeps silent for.
 _ERROR = re.compile(r"after (?!KeyboardInterrupt\b|SystemExit\b)")
 
 
@@ -357,15 +402,21 @@ def state_bytes(what: Any, recipe: str | Mapping[str, float] = "bf16-adam") -> f
         return float(what.nbytes)
     if what is None or isinstance(what, (bool, str)):
         raise TypeError(f"a state is a number of parameters, a tree or a Manifest, not {what!r}")
+    if isinstance(what, complex):
+        raise TypeError(f"a number of parameters is no complex one: {what!r}")
     if not isinstance(what, numbers.Real):
         return _tree_bytes(what)
+    if not (_is_finite(what) and float(what) >= 0):
+        raise ValueError(f"a number of parameters is 0 or more, not {what!r:.80}")
     count = float(what)
-    if not (math.isfinite(count) and count >= 0):
-        raise ValueError(f"a number of parameters is 0 or more, not {what!r}")
     if isinstance(recipe, str):
         if recipe not in RECIPES:
             raise ValueError(f"recipe is one of {', '.join(RECIPES)}, or a mapping, not {recipe!r}")
         recipe = RECIPES[recipe]
+    if not isinstance(recipe, Mapping):
+        raise TypeError(f"recipe is a name or a mapping from purposes to bytes, not {recipe!r:.80}")
+    if not all(isinstance(each, numbers.Real) and _is_finite(each) and float(each) >= 0 for each in recipe.values()):
+        raise ValueError(f"a recipe's bytes a parameter are 0 or more, not {dict(recipe)!r:.200}")
     return count * math.fsum(recipe.values())
 
 
@@ -410,6 +461,8 @@ def storage(
         raise ValueError(f"last is 1 or more, daily 0 or more, not {last!r} and {daily!r}")
     if interval is not None:
         _check(interval=interval)
+        if not _is_finite(length / interval):
+            raise ValueError(f"interval is too short for so long a run: {interval!r} s of {length!r}")
     every = math.inf if interval is None else max(1, math.floor(length / interval))
     if last is None:
         if interval is None:

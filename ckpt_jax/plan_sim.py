@@ -55,7 +55,8 @@ class Run:
         detection: seconds until a failure is noticed.
         spares: nodes that stand ready for those that are lost; None for as many as are needed.
         repair: seconds until a lost node is a spare again.
-        corrupt: the chance that the newest checkpoint cannot be read when it is needed, and the one before is taken.
+        corrupt: the chance that the newest checkpoint cannot be read when it is needed, and the one before is taken;
+            0.5 at most.
     """
 
     length: float
@@ -69,14 +70,15 @@ class Run:
     def __post_init__(self) -> None:
         if not self.tiers or any(failure.tier >= len(self.tiers) for failure in self.failures):
             raise ValueError("there is a tier at least, and a failure's tier is one of them")
-        if not (0 < self.length < math.inf and self.repair >= 0 and self.detection >= 0 and 0 <= self.corrupt < 1):
-            raise ValueError("length is more than 0 s, repair and detection 0 or more, corrupt a chance below 1")
-        rates = [1 / tier.interval for tier in self.tiers] + [1 / failures.mtbf for failures in self.failures]
+        if not (0 < self.length < math.inf and self.repair >= 0 and self.detection >= 0 and 0 <= self.corrupt <= 0.5):
+            raise ValueError("length is more than 0 s, repair and detection 0 or more, corrupt 0.5 at most")
+        rates = [1 / tier.interval for tier in self.tiers]
+        rates += [(1 + failures.takes) / failures.mtbf for failures in self.failures]
         if self.length * sum(rates) > MOST:
             raise ValueError(
                 f"the run has more than {MOST:,.0f} saves and failures: length, interval and mtbf are seconds"
             )
-        if self.spares is not None and self.spares < 0:
+        if self.spares is not None and not (type(self.spares) is int and self.spares >= 0):
             raise ValueError(f"spares is a number of nodes, not {self.spares!r}")
 
 
@@ -219,14 +221,14 @@ class _Trainer:
             self.writing[tier] = None
             if tier < number:  # What lay there is gone with the node.
                 self.saved[tier] = [0.0]
-        back = self._newest(number)
+        tier, back = self._newest(number)
         assert back <= self.done, "a checkpoint is ahead of the run"
         self.outcome.lost += self.done - back
         self.done = back
         yield from self._take_spares()
         before = self.environment.now
         try:
-            yield self._until_the_end(self.run.detection + self.run.tiers[number].restart)
+            yield self._until_the_end(self.run.detection + self.run.tiers[tier].restart)
         finally:
             self.outcome.restart += self.environment.now - before
 
@@ -245,12 +247,12 @@ class _Trainer:
         finally:
             self.outcome.waiting += self.environment.now - before
 
-    def _newest(self, number: int) -> float:
-        """How far the newest checkpoint is that can be read, of this tier or those above it."""
+    def _newest(self, number: int) -> tuple[int, float]:
+        """The tier of the newest checkpoint that can be read, this one or one above it, and how far that is."""
         while True:
             tier = max(range(number, len(self.saved)), key=lambda which: self.saved[which][-1])
             if len(self.saved[tier]) == 1 or self.chance.random() >= self.run.corrupt:
-                return self.saved[tier][-1]
+                return tier, self.saved[tier][-1]
             self.saved[tier].pop()
 
     def _until_the_end(self, seconds: float = math.inf) -> Any:
