@@ -89,7 +89,7 @@ def place(kind: str, tmp_path: Path, name: str) -> str:
 @pytest.mark.parametrize("to", ["file", "memory"])
 @pytest.mark.parametrize("of", ["file", "memory"])
 def test_a_copy_is_the_same_checkpoint(of: str, to: str, tmp_path: Path) -> None:
-    """Its seal, its bits, its root's hint; and it can be copied again, replaced and pruned like any other."""
+    """F-38: its seal, its bits, its root's hint; and it can be copied again, replaced and pruned like any other."""
     source, target, third = place(of, tmp_path, "a"), place(to, tmp_path, "b"), str(tmp_path / "c")
     for step in (1, 2):
         ck.save(f"{source}/{step}", TREE | {"n": step}, metadata="told")
