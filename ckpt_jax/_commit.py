@@ -45,10 +45,16 @@ def load(place: Folder) -> Manifest:
         Corrupt: the manifest is damaged.
         Unsupported: a newer version wrote it.
     """
-    data = _data(place)
+    data = data_of(place)
     if data is None:
         raise _not_found(place)
     manifest = _manifest.loads(data, place.url)
+    check_step(place, manifest)
+    return manifest
+
+
+def check_step(place: Folder, manifest: Manifest) -> None:
+    """Raises Corrupt where a folder's name is a step, and its manifest records another."""
     named = step_of(place.name)
     if named is not None and manifest.step not in (None, named):
         raise Corrupt(
@@ -56,7 +62,6 @@ def load(place: Folder) -> Manifest:
             [Fault(_manifest.NAME, f"step {named}, as the folder's name says", f"step {manifest.step}")],
             hint=f"if the folder was renamed, name it {manifest.step} again, or something that is no number",
         )
-    return manifest
 
 
 def _not_found(place: Folder) -> NotFound:
@@ -120,13 +125,14 @@ def steps(root: Folder, *, bad: bool = False) -> list[int]:
 
 def load_data(place: Folder) -> Manifest:
     """As `load`, with a plain NotFound: it looks nowhere else."""
-    data = _data(place)
+    data = data_of(place)
     if data is None:
         raise NotFound(f"there is no checkpoint at {place}")
     return _manifest.loads(data, place.url)
 
 
-def _data(place: Folder) -> bytes | None:
+def data_of(place: Folder) -> bytes | None:
+    """A manifest's bytes; None if there is none."""
     try:
         return place.read(_manifest.NAME, most=_manifest.LARGEST)
     except OSError as error:
@@ -154,7 +160,7 @@ def was_one(place: Folder) -> bool:
     if not place.local:
         return False
     lost = place.is_link() and not place.is_folder()
-    return lost or not {*_OURS, _manifest.NAME}.isdisjoint(place.entries())
+    return lost or any(_is_ours(name) or name == _manifest.NAME for name in place.entries())
 
 
 def aside(place: Folder, word: str) -> Folder:
@@ -213,12 +219,12 @@ def delete(place: Folder) -> OSError | None:
     return None
 
 
-def clear(target: Folder, besides: str = "") -> None:
-    """Removes what dead attempts at this checkpoint left behind; a living writer's folder is left alone."""
+def clear(target: Folder, but: str = "") -> None:
+    """Removes what dead attempts at this checkpoint left behind, but one; a living writer's folder is left alone."""
     if not target.local:
         return
     for name in target.parent.entries():
-        if not name.startswith(target.name + TMP) or name == besides:
+        if not name.startswith(target.name + TMP) or name == but:
             continue
         leftover = target.parent / name
         if name.endswith(TMP + _OLD) and not target.exists() and leftover.is_folder() and not leftover.is_link():
@@ -303,7 +309,7 @@ def check_free(target: Folder, *, overwrite: bool) -> None:
                 hint="overwrite=True replaces it, once the new one is whole",
             )
         foreign = _foreign(target, entries)
-    elif not target.local and all(name in _OURS or name.startswith("state.") for name in entries):
+    elif not target.local and all(map(_is_ours, entries)):
         return  # In a bucket: what another attempt writes, or a dead one left.
     else:
         foreign = entries
@@ -322,18 +328,24 @@ def _foreign(target: Folder, entries: list[str]) -> list[str]:
     try:
         known = set(load(target).files)
     except (CheckpointError, OSError):  # Damaged, or another step's: then what is ours is told by the names.
-        return [name for name in entries if name not in {*_OURS, _manifest.NAME, BAD, f"{BAD}.tmp"}]
-    return [name for name in target.files() if name not in {*known, _manifest.NAME, BAD, f"{BAD}.tmp"}]
+        return [name for name in entries if not _is_ours(name) and name not in {_manifest.NAME, BAD, f"{BAD}.tmp"}]
+    known |= {*BESIDE, _manifest.NAME, BAD, f"{BAD}.tmp"}
+    return [name for name in target.files() if name not in known]
 
 
-_OURS = {"state", "_CHECKPOINT_METADATA", "orbax.checkpoint", "commit_success.txt"}
+# What Orbax looks for beside the arrays. The manifest of a bucket's checkpoint does not list it, nor that of its copy.
+BESIDE = ("_CHECKPOINT_METADATA", "orbax.checkpoint", "commit_success.txt")
 
 
-def begin(target: Folder, *, overwrite: bool, refused: str = "", nonce: str = "") -> Attempt:
+def _is_ours(name: str) -> bool:
+    """Whether a name in a checkpoint's folder is one that we give: in a bucket, and its copies, arrays have a nonce."""
+    return name == "state" or name in BESIDE or name.startswith("state.")
+
+
+def begin(target: Folder, *, overwrite: bool, refused: str = "") -> Attempt:
     """Starts an attempt, in one process: the way is free, leftovers are gone, and there is a folder to write in.
 
-    Where what stands in the way is what a run has refused to resume from, that is put aside later. With a `nonce` that
-    is given, the folder of an attempt of that name which was killed is gone on with.
+    Where what stands in the way is what a run has refused to resume from, that is put aside later.
     """
     try:
         check_free(target, overwrite=overwrite)
@@ -341,18 +353,12 @@ def begin(target: Folder, *, overwrite: bool, refused: str = "", nonce: str = ""
     except (Exists, OSError):  # OSError: it cannot even be looked into.
         if not refused or target.identity() != refused:
             raise
-    again, nonce = bool(nonce), nonce or secrets.token_hex(8)
+    nonce = secrets.token_hex(8)
     if not target.local:
         return Attempt(target, target, nonce, overwrite, f"state.{nonce}")
     target.parent.make()
-    clear(target, besides=f"{target.name}{TMP}{nonce}")
+    clear(target)
     attempt = Attempt(target, target.parent / f"{target.name}{TMP}{nonce}", nonce, overwrite, refused=refused)
-    if again and attempt.folder.exists() and not attempt.folder.in_use():
-        for path in attempt.folder.files():  # The data files are gone on with; all else is written anew.
-            if f"/d/{nonce}" not in path:
-                attempt.folder.unlink(path)
-    elif again and attempt.folder.exists():
-        raise Exists(f"{target} is being written by another process", hint="wait until it has ended")
     try:
         while attempt.lock is None:  # Another save of this step may take the new folder for a leftover.
             attempt.folder.make()
@@ -360,6 +366,38 @@ def begin(target: Folder, *, overwrite: bool, refused: str = "", nonce: str = ""
         attempt.folder.make(f"{attempt.state}/array_metadatas")
     except BaseException:
         abandon(attempt)
+        raise
+    return attempt
+
+
+def take_up(target: Folder, nonce: str, state: str, *, overwrite: bool = False) -> Attempt:
+    """Starts an attempt of a given nonce, or goes on with it where its process was killed: its files are still there.
+
+    Raises:
+        Exists: the way is not free, or a living process has this attempt.
+    """
+    if not target.local:
+        check_free(target, overwrite=overwrite)
+        return Attempt(target, target, nonce, overwrite, state)
+    target.parent.make()
+    folder = target.parent / f"{target.name}{TMP}{nonce}"
+    if folder.is_link() or (folder.exists() and not folder.is_folder()):
+        target.parent.unlink(folder.name)  # Its name can be foretold: nothing is written where another had it lead.
+    if folder.exists() and folder.in_use():
+        raise Exists(
+            f"another process writes {target} at this moment",
+            [Fault(folder.url, "nobody at work in it", "a lock, or, where there are no locks, a change not long ago")],
+            hint="wait until it has ended, and try again",
+        )
+    clear(target, but=folder.name)
+    attempt = Attempt(target, folder, nonce, overwrite, state)
+    try:
+        while attempt.lock is None:  # As in `begin`; or it was committed just now, which `check_free` finds.
+            attempt.folder.make()
+            attempt.lock = attempt.folder.lock()
+        check_free(target, overwrite=overwrite)
+    except BaseException:
+        discard(attempt)
         raise
     return attempt
 
@@ -379,9 +417,9 @@ def join(target: Folder, nonce: str, state: str) -> Attempt:
     return Attempt(target, folder, nonce, state=state)
 
 
-def commit(attempt: Attempt, manifest: Manifest) -> None:
-    """Makes the attempt the checkpoint: from here on it exists."""
-    data = _manifest.dumps(manifest)
+def commit(attempt: Attempt, manifest: Manifest, data: bytes | None = None) -> None:
+    """Makes the attempt the checkpoint: from here on it exists. A copy's manifest has these very bytes."""
+    data = _manifest.dumps(manifest) if data is None else data
     _manifest.loads(data, attempt.target.url)  # Before it counts: what could not be read would be lost.
     if attempt.target.local:
         attempt.folder.write(_manifest.NAME, data)
@@ -459,6 +497,17 @@ def abandon(attempt: Attempt) -> None:
     attempt.close()
     if not attempt.placed:
         leave(attempt)
+
+
+def discard(attempt: Attempt) -> None:
+    """As `abandon`, of an attempt that was taken up: as the next one has the same name, it is unlocked last.
+
+    In a bucket nothing is removed: another may have written the same bytes under the same names, and count on them.
+    """
+    if attempt.lock is not None and not attempt.placed:
+        with contextlib.suppress(OSError):  # What ended the attempt is more to the point.
+            attempt.folder.remove()
+    attempt.close()
 
 
 def leave(attempt: Attempt) -> None:

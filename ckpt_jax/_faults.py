@@ -48,16 +48,24 @@ def vanished(place: Folder, manifest: Manifest) -> NotFound | None:
 
 
 def chunk_faults(place: Folder, manifest: Manifest, bad: list[tuple[_reading.Wanted, _reading.Found]]) -> list[Fault]:
-    tree = _tree(place, manifest)
+    files = files_of(place, manifest, [chunk for chunk, _ in bad])
     faults = []
-    for chunk, found in bad:
+    for (chunk, found), file in zip(bad, files, strict=True):
+        at = f"chunk {list(chunk.coords)} in {file or f'{manifest.state}/manifest.ocdbt and the tree it points to'}"
+        faults.append(Fault(chunk.name, f"{at}: digest {chunk.digest[:12]}…", str(found)))
+    return faults
+
+
+def files_of(place: Folder, manifest: Manifest, chunks: list[_reading.Wanted]) -> list[str]:
+    """The file that each chunk lies in; "" where the tree of keys does not tell."""
+    tree = _tree(place, manifest)
+    files = []
+    for chunk in chunks:
         value = None
         with contextlib.suppress(OSError):  # What cannot be read may be the tree itself.
             value = tree.find(chunk.key)
-        file = value.file if value is not None else "manifest.ocdbt and the tree it points to"
-        at = f"chunk {list(chunk.coords)} in {manifest.state}/{file}"
-        faults.append(Fault(chunk.name, f"{at}: digest {chunk.digest[:12]}…", str(found)))
-    return faults
+        files.append(f"{manifest.state}/{value.file}" if value is not None else "")
+    return files
 
 
 def _tree(place: Folder, manifest: Manifest) -> Tree:

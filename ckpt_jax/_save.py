@@ -267,7 +267,7 @@ def _lead(
         if terms.again and isinstance(error, KeyboardInterrupt):
             attempt.close()
         else:
-            _commit.abandon(attempt)
+            (_commit.discard if terms.again else _commit.abandon)(attempt)
         raise
     group.publish("outcome", "committed")
     return manifest
@@ -292,11 +292,27 @@ def _begin(target: _storage.Folder, group: _processes.Group, terms: Terms) -> _c
     try:
         marked = terms.refused is not None and _commit.is_bad(target)
         refused = target.identity() if marked else terms.refused or ""
-        attempt = _commit.begin(target, overwrite=terms.overwrite or marked, refused=refused, nonce=terms.again)
+        if terms.again:
+            attempt = taken_up(target, terms.again, overwrite=terms.overwrite)
+        else:
+            attempt = _commit.begin(target, overwrite=terms.overwrite or marked, refused=refused)
     except BaseException as error:
         abstain(group, _told(error))
         raise
     group.publish("attempt", json.dumps([attempt.nonce, attempt.state]))
+    return attempt
+
+
+def taken_up(target: _storage.Folder, again: str, *, overwrite: bool = False, state: str = "") -> _commit.Attempt:
+    """An attempt of a given name, with the data files of one that was killed; all else of that is written anew."""
+    attempt = _commit.take_up(
+        target, again, state or ("state" if target.local else f"state.{again}"), overwrite=overwrite
+    )
+    if target.local:
+        for path in attempt.folder.files():
+            if f"/d/{again}" not in path:
+                attempt.folder.unlink(path)
+        attempt.folder.make(f"{attempt.state}/array_metadatas")
     return attempt
 
 

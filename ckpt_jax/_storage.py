@@ -25,6 +25,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 IDLE_SECONDS = 3600  # Where the file system has no locks: an attempt in which nothing moved for so long is dead.
 BEGIN_SECONDS = 60  # A new, empty folder without a lock for longer: whoever made it was killed just there.
+VALUES = 4  # Values of a bucket that are held at once: of data files, up to 256 MiB each.
 CONCURRENCY = 8  # Files written or read at once: enough to have several fsyncs under way.
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)\Z", re.DOTALL)
@@ -217,8 +218,12 @@ class Folder:
         if self.local:
             return dict(self._sizes(names))
         store = _kv(self)
-        found = {name: store.read(name) for name in names}
-        return {n: len(f.result().value) if f.result().state == "value" else None for n, f in found.items()}
+        sizes: dict[str, int | None] = {}
+        for at in range(0, len(names), VALUES):
+            for name, read in [(name, store.read(name)) for name in names[at : at + VALUES]]:
+                found = read.result()
+                sizes[name] = len(found.value) if found.state == "value" else None
+        return sizes
 
     def _sizes(self, names: Iterable[str]) -> Iterator[tuple[str, int | None]]:
         """The sizes of files; None for one that is not there, and for what no reader would open (`_opened`)."""
@@ -339,6 +344,18 @@ class Folder:
         if self.local:
             for at, _, _ in os.walk(self.url, topdown=False, onerror=_unless_absent):
                 _fsync(at)
+
+    def sync_files(self, names: Iterable[str]) -> None:
+        """Makes files durable that a process wrote which was killed: it may not have come to that."""
+        for name in names if self.local else ():
+            fd = self._opened(name)
+            if fd is None:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._path(name))
+            try:
+                with _naming(self._path(name)):
+                    os.fsync(fd)
+            finally:
+                os.close(fd)
 
     @_os_errors
     def remove(self, *, first: str = "") -> None:

@@ -38,8 +38,7 @@ def write(view: View, path: _storage.PathLike, told: Callable[[int], None] = lam
     target = _storage.folder(path)
     leaves = _import.records(view)
     again = _import.again(view, leaves)
-    attempt = _commit.begin(target, overwrite=False, nonce=again)
-    attempt.state = "state"
+    attempt = _save.taken_up(target, again, state="state")
     try:
         place = attempt.process(0)
         place.make()
@@ -63,7 +62,7 @@ def write(view: View, path: _storage.PathLike, told: Callable[[int], None] = lam
         attempt.close()
         raise
     except BaseException:
-        _commit.abandon(attempt)
+        _commit.discard(attempt)
         raise
     attempt.close()
 

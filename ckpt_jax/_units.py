@@ -53,7 +53,8 @@ def parse(value: object, kind: Kind) -> float:
         scale = _scale(found[2], kind)
         number = None if scale is None else float(re.sub("[_,]", "", found[1])) * scale
     if number is None or not math.isfinite(number):
-        raise ValueError(f"{value!r:.{LONGEST}} is not of the form {EXAMPLES[kind]}")
+        told = f"{value!r:.{LONGEST}}" if isinstance(value, (str, float, bool)) else f"a {type(value).__name__}"
+        raise ValueError(f"{told} is not of the form {EXAMPLES[kind]}")
     return number
 
 

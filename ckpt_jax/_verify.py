@@ -1,8 +1,8 @@
 """Verify: is every file there, and every chunk what was saved? (no JAX)"""
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
 from typing import Literal
 
 import xxhash
@@ -106,32 +106,64 @@ def progress(path: _storage.PathLike, level: Level = "chunks") -> Iterator[tuple
         )
         return
     faults = _faults.of_files(place, manifest)
-    unread: list[OSError] = []
-    chunks = done = 0
+    seen = Seen()
     if level == "chunks":
-        faults += _sidecar_faults(place, manifest, {fault.place for fault in faults}, unread)
         total = manifest.nbytes
-        bad = []
-        source = _reading.Source(place / manifest.state, manifest.state_files)
-        requests = (
-            chunk
-            for name, leaf in manifest.leaves.items()
-            if leaf.stored
-            for chunk in _reading.wanted(name, leaf, _chunks.covering(_chunks.whole(leaf.shape), leaf.chunk), crc=True)
-        )
-        for chunk, done_with, found in _reading.read(requests, [source]):
-            if done_with is None:
-                bad.append((chunk, found))
-            chunks += 1
-            done += chunk.size
+        for done in contents(place, manifest, seen, {fault.place for fault in faults}):
             yield done, max(total, done)
-        if bad:
-            faults += _faults.chunk_faults(place, manifest, bad)
-            unread += [found for _, found in bad if isinstance(found, OSError)]
-        faults += _header_faults(source, manifest, unread)
+        faults += seen.faults(place, manifest)
         if faults:
             still_there(place, manifest)
-    yield Report(place.url, level, tuple(faults), chunks, done, time.perf_counter() - started, tuple(unread))
+    seconds = time.perf_counter() - started
+    yield Report(place.url, level, tuple(faults), seen.chunks, seen.bytes, seconds, tuple(seen.unread))
+
+
+@dataclass(slots=True)
+class Seen:
+    """What `contents` has read, and what of it is not what was saved: small files, chunks, headers of arrays."""
+
+    chunks: int = 0
+    bytes: int = 0
+    small: list[Fault] = field(default_factory=list)
+    bad: list[tuple[_reading.Wanted, _reading.Found]] = field(default_factory=list)
+    headers: list[Fault] = field(default_factory=list)
+    unread: list[OSError] = field(default_factory=list)
+
+    def faults(self, place: _storage.Folder, manifest: Manifest) -> list[Fault]:
+        chunks = _faults.chunk_faults(place, manifest, self.bad) if self.bad else []
+        return [*self.small, *chunks, *self.headers]
+
+    def files(self, place: _storage.Folder, manifest: Manifest) -> set[str]:
+        """The files that are not what was saved: where it is not known which, all of the arrays'."""
+        found = {fault.place for fault in self.small}
+        if self.bad:
+            found |= set(_faults.files_of(place, manifest, [chunk for chunk, _ in self.bad]))
+        if self.headers or "" in found:
+            found |= {path for path in manifest.files if path.startswith(f"{manifest.state}/")}
+        return found - {""}
+
+
+def contents(place: _storage.Folder, manifest: Manifest, seen: Seen, known: Collection[str] = ()) -> Iterator[int]:
+    """Reads all that has a digest, but the files in `known`, and notes it in `seen`; yields the bytes of chunks so far.
+
+    The manifest need not be there yet.
+    """
+    seen.small += _sidecar_faults(place, manifest, known, seen.unread)
+    source = _reading.Source(place / manifest.state, manifest.state_files)
+    requests = (
+        chunk
+        for name, leaf in manifest.leaves.items()
+        if leaf.stored
+        for chunk in _reading.wanted(name, leaf, _chunks.covering(_chunks.whole(leaf.shape), leaf.chunk), crc=True)
+    )
+    for chunk, done_with, found in _reading.read(requests, [source]):
+        if done_with is None:
+            seen.bad.append((chunk, found))
+        seen.chunks += 1
+        seen.bytes += chunk.size
+        yield seen.bytes
+    seen.unread += [found for _, found in seen.bad if isinstance(found, OSError)]
+    seen.headers += _header_faults(source, manifest, seen.unread)
 
 
 def still_there(place: _storage.Folder, manifest: Manifest) -> None:
@@ -141,7 +173,7 @@ def still_there(place: _storage.Folder, manifest: Manifest) -> None:
 
 
 def _sidecar_faults(
-    place: _storage.Folder, manifest: Manifest, known: set[str], unread: list[OSError]
+    place: _storage.Folder, manifest: Manifest, known: Collection[str], unread: list[OSError]
 ) -> Iterator[Fault]:
     for path, file in manifest.files.items():
         if not file.digest or path in known:

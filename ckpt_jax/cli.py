@@ -329,6 +329,44 @@ app.command("export", epilog=_CODES)(_cli_formats.export)
 
 
 @app.command(epilog=_CODES)
+def copy(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A folder of checkpoints, or one.", show_default=False)],
+    target: Annotated[str, typer.Argument(metavar="DST", help="Where they go, or where it goes.", show_default=False)],
+    *,
+    steps: Annotated[str | None, typer.Option(metavar="100,200", help="These alone.", show_default=False)] = None,
+    last: Annotated[int | None, typer.Option(help="The newest so many.", min=1, show_default=False)] = None,
+    as_json: Json = False,
+) -> None:
+    """Copies checkpoints; each is read back before it counts. If it was killed, the same command goes on with it."""
+    from . import _copy
+
+    found = _terminal.with_progress(
+        _copy.progress(source, target, steps=_steps(steps), last=last), "copying", unit="bytes"
+    )
+    if as_json:
+        faults = [{"place": f.place, "expected": f.expected, "found": f.found} for f in found.faults]
+        skipped = [{"step": step, "why": why} for step, why in found.skipped]
+        _terminal.print_json(
+            {"source": found.source, "target": found.target, "copied": found.copied, "skipped": skipped}
+            | {"faults": faults, "bytes": found.bytes, "seconds": found.seconds}
+        )
+    else:
+        print(found)
+    if not found.ok:
+        raise typer.Exit(DIFFERS)
+
+
+def _steps(text: str | None) -> list[int] | None:
+    """The steps in `100,200`."""
+    if text is None:
+        return None
+    steps = [_commit.step_of(step.strip()) for step in text.split(",")]
+    if None in steps:
+        raise typer.BadParameter(f"steps are numbers with commas between, such as 100,200, not {text!r}")
+    return [step for step in steps if step is not None]
+
+
+@app.command(epilog=_CODES)
 def prove(
     program: Annotated[str, typer.Argument(help="module:function; takes (root, steps), yields (step, state, ids).")],
     steps: Annotated[int, typer.Option(help="How many steps to run.")] = 20,

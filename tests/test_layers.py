@@ -31,7 +31,7 @@ FLOORS = [
     ],
     ["_save", "_restore", "_verify", "_retain", "_open", "_diff"],
     ["_events", "_pace", "_agree", "_preempt", "_resume", "_host_rng", "_replicas", "saver", "data", "prove"],
-    ["_copy", "_import", "_in_a_row", "_to_safetensors", "_to_npz", "_to_orbax", "_export"],
+    ["_copy_one", "_copy", "_import", "_in_a_row", "_to_safetensors", "_to_npz", "_to_orbax", "_export"],
     ["demo", "plan_sim", "_plan_file", "_plan_report", "_plan_run", "_plan_plot"],
     ["_terminal", "_cli_formats"],
     ["cli"],
@@ -60,7 +60,18 @@ NO_JAX = [
 ]
 NO_JAX += ["_units", "plan", "plan_sim", "_pace", "_plan_file", "_plan_report", "_plan_run", "_plan_plot"]
 NO_JAX += ["_faults", "_verify", "_retain", "_open", "_diff", "cli"]
-NO_JAX += ["_view", "_flat", "_zarr_arrays", "_from_own", "_from_orbax", "_formats", "_rules", "_names"]
+NO_JAX += [
+    "_view",
+    "_flat",
+    "_zarr_arrays",
+    "_from_own",
+    "_from_orbax",
+    "_formats",
+    "_rules",
+    "_names",
+    "_copy_one",
+    "_copy",
+]
 
 
 def modules() -> list[str]:
