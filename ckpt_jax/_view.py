@@ -13,6 +13,9 @@ from ._manifest import Leaf, Manifest
 from ._structure import LEAF, UNTOLD, Node
 from .errors import CheckpointError, Fault, Unsupported
 
+ITEMS = 1 << 22  # Containers and leaves of a tree, where few bytes of a file could make many.
+TEXT = 1 << 28  # Bytes of all its plain values, and characters of all its names.
+
 
 @dataclass(frozen=True, slots=True)
 class View:
@@ -139,6 +142,70 @@ def _positions(entries: Mapping[str, Any]) -> list[str] | None:
     """The entries in order, if they are the positions of a sequence, each there."""
     order = sorted(entries, key=lambda entry: (len(entry), entry))
     return order if order == [str(at) for at in range(len(order))] else None
+
+
+def contained(value: Any, told: str = "") -> tuple[Node | str, dict[str, Any]]:
+    """The tree of plain dicts, lists, tuples and None, and what is none of them, by its name.
+
+    Args:
+        told: the type of its dicts; UNTOLD, where a format makes dicts of other containers too.
+
+    Raises:
+        ValueError: it is no tree that can be, or one that becomes very large: one value may stand in many places.
+    """
+    found: list[Any] = []
+    items, text = ITEMS, TEXT
+
+    def node(value: Any, depth: int) -> Node | str:
+        nonlocal items, text
+        items, text = items - 1, text - _length(value)
+        if items < 0 or text < 0:
+            raise ValueError(f"more than {ITEMS:,} values, or {TEXT:,} bytes of text")
+        if depth > _values.DEPTH:
+            raise ValueError(f"more than {_values.DEPTH} levels")
+        if value is None:
+            return Node("none")
+        if type(value) is dict:
+            keys = [_values.pack(key) for key in map(_key, value)]
+            return Node("dict", [node(child, depth + 1) for child in value.values()], keys, told)
+        if type(value) in (list, tuple):
+            return Node(type(value).__name__, [node(child, depth + 1) for child in value])
+        found.append(value)
+        return LEAF
+
+    tree = node(value, 0)
+    return tree, dict(zip(names(tree), found, strict=True))
+
+
+def names(tree: Node | str) -> list[str]:
+    """The names of a tree's leaves, in order.
+
+    Raises:
+        ValueError: it is no tree that can be, or its names are very long.
+    """
+    found, text = [], TEXT
+    for name in _structure.names(tree):
+        found.append(name)
+        text -= len(name)
+        if text < 0:
+            raise ValueError(f"names of more than {TEXT:,} characters")
+    return found
+
+
+def _length(value: Any) -> int:
+    """Bytes of a plain value."""
+    return value.bit_length() // 8 if type(value) is int else len(value) if type(value) in (str, bytes) else 0
+
+
+def _key(key: Any) -> Any:
+    if not _structure.is_key(key):
+        raise ValueError(f"{_values.shown(key)} is no key")
+    return key
+
+
+def scalar(value: Any) -> Leaf:
+    """A leaf that is a plain Python value: an int, float, complex, bool, str or bytes."""
+    return Leaf("scalar", dtype=type(value).__name__, value=_values.pack(value))
 
 
 def split(names: Iterable[str]) -> dict[str, Path]:
