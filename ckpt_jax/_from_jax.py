@@ -122,7 +122,8 @@ class _Tree:
     def __init__(self, data: bytes, told: list[Any], classes: set[str]):
         self.data, self.classes = data, classes
         self._leaves = iter(told)
-        self._room = min(_view.ITEMS, len(data))  # A table takes bytes; tables that share some could be without end.
+        # A table and a text take bytes; such as share theirs could be without end.
+        self._room, self._text_room = min(_view.ITEMS, len(data)), _view.TEXT
 
     def root(self) -> Node | str:
         tree = self.node(self._at("<I", 0), 0)
@@ -153,6 +154,9 @@ class _Tree:
     def _bytes(self, start: int, size: int) -> bytes:
         if start + size > len(self.data):
             raise ValueError(f"{size:,} bytes where there are {len(self.data) - start:,}")
+        self._text_room -= size + 1
+        if self._text_room < 0:
+            raise ValueError(f"text of more than {_view.TEXT:,} bytes")
         return self.data[start : start + size]
 
     def _targets(self, table: int, number: int) -> Iterator[int]:

@@ -1,5 +1,6 @@
 """Views: what can be read of a checkpoint in any format: a tree of leaves, and boxes of their arrays (no JAX)."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -112,6 +113,9 @@ def nested(
     root: dict[str, Any] = {}
     faults = []
     for path, item in paths.items():
+        if len(path) > _values.DEPTH:
+            faults.append(Fault(f"{'.'.join(path):.80}", f"at most {_values.DEPTH} levels", f"{len(path):,}"))
+            continue
         at: Any = root
         for entry in path[:-1]:
             at = at.setdefault(entry, {}) if isinstance(at, dict) else at
@@ -158,7 +162,7 @@ def contained(value: Any, told: str = "") -> tuple[Node | str, dict[str, Any]]:
 
     def node(value: Any, depth: int) -> Node | str:
         nonlocal items, text
-        items, text = items - 1, text - _length(value)
+        items, text = items - 1, text - length(value)
         if items < 0 or text < 0:
             raise ValueError(f"more than {ITEMS:,} values, or {TEXT:,} bytes of text")
         if depth > _values.DEPTH:
@@ -192,7 +196,7 @@ def names(tree: Node | str) -> list[str]:
     return found
 
 
-def _length(value: Any) -> int:
+def length(value: Any) -> int:
     """Bytes of a plain value."""
     return value.bit_length() // 8 if type(value) is int else len(value) if type(value) in (str, bytes) else 0
 
@@ -209,7 +213,8 @@ def scalar(value: Any) -> Leaf:
 
 
 def split(names: Iterable[str]) -> dict[str, Path]:
-    """The paths that names with dots stand for; each a path of its own where a name is also the beginning of another.
+    """The paths that names with dots stand for; each a path of its own where a name is also the beginning of another,
+    or has more parts than a tree has levels.
 
     >>> split(["a.b", "a.c"])
     {'a.b': ('a', 'b'), 'a.c': ('a', 'c')}
@@ -217,8 +222,12 @@ def split(names: Iterable[str]) -> dict[str, Path]:
     {'a': ('a',), 'a.b': ('a.b',)}
     """
     paths = {name: tuple(name.split(".")) for name in names}
-    inner = {path[:at] for path in paths.values() for at in range(len(path))}
-    return {name: (name,) for name in paths} if inner.intersection(paths.values()) else paths
+    lengths = [len(path) for path in paths.values()]
+    # In order, what a name begins stands right after it.
+    clash = any(b[: len(a)] == a for a, b in itertools.pairwise(sorted(paths.values())))
+    if clash or max(lengths, default=0) > _values.DEPTH or sum(lengths) > ITEMS:
+        return {name: (name,) for name in paths}
+    return paths
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------
