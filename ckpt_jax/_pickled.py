@@ -83,9 +83,11 @@ def plain(call: Call) -> Any:
     These are what older protocols have no instructions for: bytes, complex numbers, and ordered dicts.
     """
     name = (call.what.module.replace("__builtin__", "builtins"), call.what.name)
-    if name == ("collections", "OrderedDict") and not call.args and not call.items:
+    if call.state is not None or call.items:
+        return call
+    if name == ("collections", "OrderedDict") and not call.args:
         return dict(call.entries)
-    if call.state is not None or call.items or call.entries:
+    if call.entries:
         return call
     if name == ("_codecs", "encode") and len(call.args) == 2 and call.args[1] == "latin1":
         text = call.args[0]

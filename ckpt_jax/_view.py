@@ -14,7 +14,7 @@ from ._manifest import Leaf, Manifest
 from ._structure import LEAF, UNTOLD, Node
 from .errors import CheckpointError, Fault, Unsupported
 
-ITEMS = 1 << 22  # Containers and leaves of a tree, where few bytes of a file could make many.
+ITEMS = 1 << 20  # Containers and leaves of a tree, where few bytes of a file could make many.
 TEXT = 1 << 28  # Bytes of all its plain values, and characters of all its names.
 
 

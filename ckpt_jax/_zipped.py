@@ -68,6 +68,8 @@ def members(part: Part) -> dict[str, Member]:
         if data[at : at + 4] != _ENTRY or at + 46 > size:
             raise ValueError(f"{count:,} members, and entries for {len(found):,}")
         flags, method, packed, unpacked, named, extra, comment, header = struct.unpack_from("<8xHH8xIIHHH8xI", data, at)
+        if at + 46 + named + extra + comment > size:
+            raise ValueError(f"an entry that goes on beyond the directory, of {size:,} bytes")
         name = data[at + 46 : at + 46 + named].decode("utf-8", "replace")
         more = data[at + 46 + named : at + 46 + named + extra]
         unpacked, packed, header = _longs(more, [unpacked, packed, header])
