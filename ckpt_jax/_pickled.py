@@ -9,7 +9,7 @@ from typing import Any
 from . import _values
 
 LARGEST = 64 << 20  # Bytes of a stream.
-STEPS = 1 << 23  # Instructions in it: each costs a microsecond, and may make an object of some hundred bytes.
+STEPS = 1 << 23  # Instructions in it: each costs some two microseconds, and may make an object of some hundred bytes.
 INT_BITS = 1 << 16  # Python's sums with larger ones take long.
 _KEY_ITEMS, _KEY_BITS, _KEY_DEPTH = 16, 60, 4  # Of a dict's key: larger ones could be made to take long to look up.
 
@@ -90,9 +90,10 @@ def plain(call: Call) -> Any:
     if call.entries:
         return call
     if name == ("_codecs", "encode") and len(call.args) == 2 and call.args[1] == "latin1":
-        text = call.args[0]
-        if isinstance(text, str) and all(ord(c) < 256 for c in text):
-            return text.encode("latin1")
+        try:
+            return call.args[0].encode("latin1") if isinstance(call.args[0], str) else call
+        except UnicodeEncodeError:
+            return call
     if name == ("builtins", "bytes") and not call.args:
         return b""
     if name == ("builtins", "complex") and [type(part) for part in call.args] == [float, float]:
