@@ -4,7 +4,7 @@ import errno
 import hashlib
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import ml_dtypes  # noqa: F401  Registers bfloat16, float8 and the like with NumPy.
@@ -27,6 +27,7 @@ class Flat(NamedTuple):
         dtype, shape: as in a manifest.
         fortran: whether the first axis runs fastest.
         big: whether its bytes are in big-endian order.
+        pieces: (bytes, offset) of each part in order, where it lies in several; `offset` is then 0.
     """
 
     folder: Folder
@@ -36,6 +37,7 @@ class Flat(NamedTuple):
     shape: Shape
     fortran: bool = False
     big: bool = False
+    pieces: tuple[tuple[int, int], ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -82,10 +84,23 @@ def _fill(values: np.ndarray, flat: Flat, offset: int, shape: Shape, box: Box, *
 def _read(flat: Flat, offset: int, values: np.ndarray, name: str) -> None:
     """Fills an array, which lies in a row in memory too, from a place in the file."""
     data = values.reshape(-1).view(np.uint8).data
-    found = flat.folder.read_into(flat.file, offset, data)
-    if found != len(data):
-        fault = Fault(name, f"{len(data):,} bytes at {offset:,}", f"{found:,}")
-        raise Corrupt(f"{flat.folder / flat.file} is damaged", [fault])
+    for at, part in _parts(flat, offset, data):
+        found = flat.folder.read_into(flat.file, at, part)
+        if found != len(part):
+            fault = Fault(name, f"{len(part):,} bytes at {at:,}", f"{found:,}")
+            raise Corrupt(f"{flat.folder / flat.file} is damaged", [fault])
+
+
+def _parts(flat: Flat, offset: int, data: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """Where in the file the parts of some memory lie that holds the array from an offset on."""
+    if not flat.pieces:
+        yield offset, data
+    start = 0  # Of a piece, in the array.
+    for size, at in flat.pieces:
+        first, last = max(start, offset), min(start + size, offset + len(data))
+        if first < last:
+            yield at + first - start, data[first - offset : last - offset]
+        start += size
 
 
 def size(folder: Folder, file: str) -> int:

@@ -1,6 +1,7 @@
 """Views: what can be read of a checkpoint in any format: a tree of leaves, and boxes of their arrays (no JAX)."""
 
 import collections
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
@@ -14,6 +15,9 @@ from ._chunks import Box, Shape
 from ._manifest import Leaf, Manifest
 from ._structure import LEAF, UNTOLD, Node
 from .errors import CheckpointError, Fault, Unsupported
+
+ITEMS = 1 << 20  # Containers and leaves of a tree, where few bytes of a file could make many.
+TEXT = 1 << 28  # Bytes of all its plain values, and characters of all its names.
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +145,9 @@ def nested(
     root: dict[str, Any] = {}
     faults = []
     for path, item in paths.items():
+        if len(path) > _values.DEPTH:
+            faults.append(Fault(f"{'.'.join(path):.80}", f"at most {_values.DEPTH} levels", f"{len(path):,}"))
+            continue
         at: Any = root
         for entry in path[:-1]:
             at = at.setdefault(entry, {}) if isinstance(at, dict) else at
@@ -173,8 +180,73 @@ def _positions(entries: Mapping[str, Any]) -> list[str] | None:
     return order if order == [str(at) for at in range(len(order))] else None
 
 
+def contained(value: Any, told: str = "") -> tuple[Node | str, dict[str, Any]]:
+    """The tree of plain dicts, lists, tuples and None, and what is none of them, by its name.
+
+    Args:
+        told: the type of its dicts; UNTOLD, where a format makes dicts of other containers too.
+
+    Raises:
+        ValueError: it is no tree that can be, or one that becomes very large: one value may stand in many places.
+    """
+    found: list[Any] = []
+    items, text = ITEMS, TEXT
+
+    def node(value: Any, depth: int) -> Node | str:
+        nonlocal items, text
+        items, text = items - 1, text - length(value)
+        if items < 0 or text < 0:
+            raise ValueError(f"more than {ITEMS:,} values, or {TEXT:,} bytes of text")
+        if depth > _values.DEPTH:
+            raise ValueError(f"more than {_values.DEPTH} levels")
+        if value is None:
+            return Node("none")
+        if type(value) is dict:
+            keys = [_values.pack(key) for key in map(_key, value)]
+            return Node("dict", [node(child, depth + 1) for child in value.values()], keys, told)
+        if type(value) in (list, tuple):
+            return Node(type(value).__name__, [node(child, depth + 1) for child in value])
+        found.append(value)
+        return LEAF
+
+    tree = node(value, 0)
+    return tree, dict(zip(names(tree), found, strict=True))
+
+
+def names(tree: Node | str) -> list[str]:
+    """The names of a tree's leaves, in order.
+
+    Raises:
+        ValueError: it is no tree that can be, or its names are very long.
+    """
+    found, text = [], TEXT
+    for name in _structure.names(tree):
+        found.append(name)
+        text -= len(name)
+        if text < 0:
+            raise ValueError(f"names of more than {TEXT:,} characters")
+    return found
+
+
+def length(value: Any) -> int:
+    """Bytes of a plain value."""
+    return value.bit_length() // 8 if type(value) is int else len(value) if type(value) in (str, bytes) else 0
+
+
+def _key(key: Any) -> Any:
+    if not _structure.is_key(key):
+        raise ValueError(f"{_values.shown(key)} is no key")
+    return key
+
+
+def scalar(value: Any) -> Leaf:
+    """A leaf that is a plain Python value: an int, float, complex, bool, str or bytes."""
+    return Leaf("scalar", dtype=type(value).__name__, value=_values.pack(value))
+
+
 def split(names: Iterable[str]) -> dict[str, Path]:
-    """The paths that names with dots stand for; each a path of its own where a name is also the beginning of another.
+    """The paths that names with dots stand for; each a path of its own where a name is also the beginning of another,
+    or has more parts than a tree has levels.
 
     >>> split(["a.b", "a.c"])
     {'a.b': ('a', 'b'), 'a.c': ('a', 'c')}
@@ -182,8 +254,12 @@ def split(names: Iterable[str]) -> dict[str, Path]:
     {'a': ('a',), 'a.b': ('a.b',)}
     """
     paths = {name: tuple(name.split(".")) for name in names}
-    inner = {path[:at] for path in paths.values() for at in range(len(path))}
-    return {name: (name,) for name in paths} if inner.intersection(paths.values()) else paths
+    lengths = [len(path) for path in paths.values()]
+    # In order, what a name begins stands right after it.
+    clash = any(b[: len(a)] == a for a, b in itertools.pairwise(sorted(paths.values())))
+    if clash or max(lengths, default=0) > _values.DEPTH or sum(lengths) > ITEMS:
+        return {name: (name,) for name in paths}
+    return paths
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------

@@ -17,7 +17,8 @@ FLOORS = [
     ["plan", "_values", "_chunks", "_structure", "_manifest", "_tree"],
     ["_leaves", "_storage", "_processes", "_rules"],
     ["_ocdbt", "_ocdbt_writer", "_zarr", "_writing", "_reading", "_health", "_snapshot", "_orbax", "_place"],
-    ["_commit", "_faults", "_view", "_flat", "_described", "_zarr_arrays", "_pickled"],
+    ["_commit", "_faults", "_view", "_flat", "_described", "_zarr_arrays", "_pickled", "_zipped"],
+    ["_torch_file", "_torch_folder"],
     [
         "_from_own",
         "_from_orbax",
@@ -60,18 +61,9 @@ NO_JAX = [
 ]
 NO_JAX += ["_units", "plan", "plan_sim", "_pace", "_plan_file", "_plan_report", "_plan_run", "_plan_plot"]
 NO_JAX += ["_faults", "_verify", "_retain", "_open", "_diff", "cli"]
-NO_JAX += [
-    "_view",
-    "_flat",
-    "_zarr_arrays",
-    "_from_own",
-    "_from_orbax",
-    "_formats",
-    "_rules",
-    "_names",
-    "_copy_one",
-    "_copy",
-]
+NO_JAX += ["_view", "_flat", "_zarr_arrays", "_from_own", "_from_orbax", "_formats", "_rules", "_names"]
+NO_JAX += ["_copy_one", "_copy"]
+NO_JAX += ["_from_msgpack", "_from_jax", "_from_torch", "_pickled", "_zipped", "_torch_file", "_torch_folder"]
 
 
 def modules() -> list[str]:
