@@ -5,7 +5,7 @@ import hashlib
 import math
 import os
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import ml_dtypes  # noqa: F401  Registers bfloat16, float8 and the like with NumPy.
 import numpy as np
@@ -16,6 +16,14 @@ from ._storage import Folder
 from .errors import Corrupt, Fault
 
 ROWS = 4 << 20  # Bytes read at once of which only a part is wanted.
+
+
+class Source(Protocol):
+    """What gives the bytes of files by their names, as a folder does."""
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> int: ...
+
+    def __truediv__(self, name: str, /) -> object: ...
 
 
 class Flat(NamedTuple):
@@ -29,7 +37,7 @@ class Flat(NamedTuple):
         big: whether its bytes are in big-endian order.
     """
 
-    folder: Folder
+    folder: Source
     file: str
     offset: int
     dtype: str
@@ -86,6 +94,15 @@ def _read(flat: Flat, offset: int, values: np.ndarray, name: str) -> None:
     if found != len(data):
         fault = Fault(name, f"{len(data):,} bytes at {offset:,}", f"{found:,}")
         raise Corrupt(f"{flat.folder / flat.file} is damaged", [fault])
+
+
+def sizes(folder: Folder, files: Iterable[str], faults: list[Fault]) -> dict[str, int]:
+    """The sizes of files; adds a fault for each that is not there, or is a link, which leads anywhere."""
+    found = folder.sizes(list(files))
+    for file in (file for file, size in found.items() if size is None):
+        there = "a link: give the file that it leads to, or make a copy" if (folder / file).is_link() else "none"
+        faults.append(Fault(file, "a plain file", there))
+    return {file: size for file, size in found.items() if size is not None}
 
 
 def size(folder: Folder, file: str) -> int:

@@ -78,10 +78,8 @@ def array(dtype: str, shape: Iterable[int], chunk: Shape | None = None, **more: 
         raise ValueError(f"{dtype!r:.80} is no dtype that an array can have here")
     if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in shape):
         raise ValueError(f"{shape!r:.80} is no shape")
-    if len(shape) > _manifest.AXES or math.prod(max(1, n) for n in shape) >= 2**59:
-        raise ValueError(
-            f"a shape of {len(shape)} axes and {math.prod(shape):,} elements is more than an array can have"
-        )
+    if len(shape) > _manifest.AXES or math.prod(max(1, n) for n in shape) >= 2**59:  # No sum of it: it may be huge.
+        raise ValueError(f"a shape of {len(shape):,} axes, {shape!r:.80}, is more than an array can have")
     if chunk is None:
         chunk = _chunks.grid(shape, shape, _manifest.itemsize(dtype))
     return Leaf("array", dtype=dtype, shape=shape, chunk=chunk, **more)
@@ -90,6 +88,7 @@ def array(dtype: str, shape: Iterable[int], chunk: Shape | None = None, **more: 
 # --- structure --------------------------------------------------------------------------------------------------------
 
 Path = tuple[str, ...]
+CONTAINER = 64  # Characters that a container counts for, besides its name, where room is counted.
 
 
 def nested(
@@ -144,14 +143,34 @@ def _positions(entries: Mapping[str, Any]) -> list[str] | None:
 def split(names: Iterable[str]) -> dict[str, Path]:
     """The paths that names with dots stand for; each a path of its own where a name is also the beginning of another.
 
+    So it is too where there would be more levels or containers than a tree can have: a stranger may have named them.
+
     >>> split(["a.b", "a.c"])
     {'a.b': ('a', 'b'), 'a.c': ('a', 'c')}
     >>> split(["a", "a.b"])
     {'a': ('a',), 'a.b': ('a.b',)}
     """
-    paths = {name: tuple(name.split(".")) for name in names}
-    inner = {path[:at] for path in paths.values() for at in range(len(path))}
-    return {name: (name,) for name in paths} if inner.intersection(paths.values()) else paths
+    names = list(names)
+    if _are_paths(names):
+        return {name: tuple(name.split(".")) for name in names}
+    return {name: (name,) for name in names}
+
+
+def _are_paths(names: list[str]) -> bool:
+    inner: set[str] = set()
+    room = _structure.NAMES
+    for name in names:
+        if name.count(".") >= _values.DEPTH:
+            return False
+        at = name.find(".")
+        while at >= 0:
+            if (beginning := name[:at]) not in inner:
+                inner.add(beginning)
+                room -= len(beginning) + CONTAINER
+                if room < 0:
+                    return False
+            at = name.find(".", at + 1)
+    return inner.isdisjoint(names)
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ FLOORS = [
     ["plan", "_values", "_chunks", "_structure", "_manifest", "_tree"],
     ["_leaves", "_storage", "_processes"],
     ["_ocdbt", "_ocdbt_writer", "_zarr", "_writing", "_reading", "_health", "_snapshot", "_orbax", "_place"],
-    ["_commit", "_faults", "_view", "_flat", "_described", "_zarr_arrays", "_pickled"],
+    ["_commit", "_faults", "_view", "_flat", "_zip", "_described", "_zarr_arrays", "_pickled"],
     ["_from_orbax", "_from_safetensors", "_from_numpy", "_from_msgpack", "_from_jax", "_from_torch", "_formats"],
     ["_save", "_restore", "_verify", "_retain", "_open", "_diff"],
     ["_events", "_pace", "_agree", "_preempt", "_resume", "_host_rng", "_replicas", "saver", "data", "prove"],
@@ -50,6 +50,7 @@ NO_JAX = [
 NO_JAX += ["_units", "plan", "plan_sim", "_pace", "_plan_file", "_plan_report", "_plan_run", "_plan_plot"]
 NO_JAX += ["_faults", "_verify", "_retain", "_open", "_diff", "cli"]
 NO_JAX += ["_view", "_flat", "_zarr_arrays", "_from_orbax"]
+NO_JAX += ["_zip", "_described", "_from_safetensors", "_from_numpy", "_in_a_row", "_to_safetensors", "_to_npz"]
 
 
 def modules() -> list[str]:
