@@ -8,17 +8,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from . import _chunks, _described, _flat, _manifest, _structure, _view, _zip
+from . import _chunks, _described, _flat, _manifest, _structure, _view
 from ._chunks import Shape
 from ._flat import Flat, Source
 from ._storage import Folder
 from ._view import View
+from ._zip import Unpacked, members
 from .errors import CheckpointError, Fault, Unsupported
 
 KIND = "NumPy"
 MAGIC, SUFFIX = b"\x93NUMPY", ".npy"
 DESCRIPTION = f"{_described.KEY}.json"  # The member of an .npz that our own writer adds.
-HEAD = _zip.HEAD  # Bytes in which a header ends, of any array that can be read here.
+HEAD = 1 << 12  # Bytes in which a header ends, of any array that can be read here.
 LOOKED = 10_000  # Entries of a folder and those below it that are looked at for a file of NumPy's.
 
 # The dtypes that NumPy's files name; the others that NumPy can hold, such as bfloat16, become bytes without a meaning.
@@ -42,7 +43,7 @@ def is_here(place: Folder) -> bool:
     if not head.startswith(b"PK\3\4"):
         return head == MAGIC
     try:
-        return any(member.name.endswith(SUFFIX) for member in _zip.members(place.parent, place.name, []))
+        return any(member.name.endswith(SUFFIX) for member in members(place.parent, place.name, []))
     except CheckpointError:
         return False
 
@@ -74,7 +75,7 @@ def _file(place: Folder) -> View:
     found = _Found(place)
     for file, size in _flat.sizes(place.parent, [place.name], found.faults).items():
         head = place.parent.read(file, 0, HEAD) or b""
-        found.add(_structure.ROOT, file, head, size, place.parent, file, 0)
+        found.add(_structure.ROOT, file, head, size, (place.parent, file, 0))
     return found.view([place.name], place.parent)
 
 
@@ -83,17 +84,17 @@ def _folder(place: Folder) -> View:
     files = [file for file in place.files() if file.endswith(SUFFIX)]
     for file, size in _flat.sizes(place, files, found.faults).items():
         head = place.read(file, 0, HEAD) or b""
-        found.add(file.removesuffix(SUFFIX).replace("/", "."), file, head, size, place, file, 0)
+        found.add(file.removesuffix(SUFFIX).replace("/", "."), file, head, size, (place, file, 0))
     return found.view(files, place)
 
 
 def _zip(place: Folder) -> View:
     found = _Found(place)
     folder, file = place.parent, place.name
-    members = list(_zip.members(folder, file, found.faults))
-    unpacked = _zip.Unpacked(folder, file, [member for member in members if member.deflated])
+    inside = list(members(folder, file, found.faults))
+    unpacked = Unpacked(folder, file, [member for member in inside if member.deflated])
     description, others = None, []
-    for member in members:
+    for member in inside:
         if not member.name.endswith(SUFFIX):
             if member.name == DESCRIPTION and member.size <= _manifest.LARGEST and not member.deflated:
                 description = (folder.read(file, member.start, member.size) or b"").decode("utf-8", "replace")
@@ -102,12 +103,12 @@ def _zip(place: Folder) -> View:
             continue
         name = member.name.removesuffix(SUFFIX).replace("/", ".")
         try:
-            head = member.head(folder, file)
+            head = member.head(folder, file, HEAD)
         except zlib.error as error:
             found.faults.append(Fault(f"{member.name:.80}", "deflated bytes", f"{error}"))
             continue
-        source, inside, start = (unpacked, member.name, 0) if member.deflated else (folder, file, member.start)
-        found.add(name, member.name, head, member.size, source, inside, start)
+        place_of = (unpacked, member.name, 0) if member.deflated else (folder, file, member.start)
+        found.add(name, member.name, head, member.size, place_of)
     lacks = (f"what it holds besides arrays: {', '.join(others)[:200]}",) if others else ()
     return found.view([file], folder, description, lacks)
 
@@ -121,28 +122,27 @@ class _Found:
         self.faults: list[Fault] = []
         self.lacking: list[Fault] = []
 
-    def add(self, name: str, at: str, head: bytes, size: int, folder: Source, file: str, start: int) -> None:
-        """An array whose .npy file begins with `head`, has `size` bytes and lies at `start` in a file.
+    def add(self, name: str, at: str, head: bytes, size: int, where: tuple[Source, str, int]) -> None:
+        """An array whose .npy file begins with `head` and has `size` bytes.
 
         Args:
-            at: where it is, for people.
+            at: what errors call it.
+            where: what gives its bytes, the name in there, and where it begins.
         """
         try:
-            if not name.isprintable():
-                at = ascii(name)
-                name.encode()
-            described = _header(head)
-            leaf = _view.array(described.dtype, described.shape)
-            if size != (wanted := described.length + _manifest.nbytes(leaf)):
-                raise ValueError(f"{size:,} bytes, where a header and {leaf} take {wanted:,}")
-            if name in self.arrays:
-                raise ValueError(f"another of the name {name}")
+            name.encode()
+            header = _checked(head, size)
         except Unsupported as error:
             self.lacking.append(Fault(f"{at:.80}", "a dtype of plain numbers", error.summary))
+        except UnicodeEncodeError:
+            self.faults.append(Fault(f"{at!a:.80}", "a name in UTF-8", "another"))
         except ValueError as error:
             self.faults.append(Fault(f"{at:.80}", "an array in NumPy's format", f"{error}"[:200]))
         else:
-            self.arrays[name] = Flat(folder, file, start + described.length, *described[1:])
+            if name in self.arrays:
+                self.faults.append(Fault(f"{at:.80}", "a name of its own", f"another array is {name:.80} too"))
+            source, file, start = where
+            self.arrays[name] = Flat(source, file, start + header.length, *header[1:])
 
     def view(
         self, files: list[str], folder: Folder, description: str | None = None, lacks: tuple[str, ...] = ()
@@ -193,6 +193,15 @@ _STRUCTURED = re.compile(r"""['"]descr['"]\s*:\s*[\[(]""")
 _AXIS = re.compile(r"\s*(\d{1,19})L?\s*")
 _KINDS = {"O": "objects, which only pickle reads", "S": "bytes", "U": "text", "a": "bytes", "M": "dates", "m": "times"}
 _KINDS |= {"V": "bytes without a meaning (perhaps bfloat16 or another dtype that .npy cannot name)"}
+
+
+def _checked(head: bytes, size: int) -> _Header:
+    """The header of an .npy file of `size` bytes; a ValueError where they are not as many as it says."""
+    header = _header(head)
+    leaf = _view.array(header.dtype, header.shape)
+    if size != (wanted := header.length + _manifest.nbytes(leaf)):
+        raise ValueError(f"{size:,} bytes, where a header and {leaf} take {wanted:,}")
+    return header
 
 
 def _header(head: bytes) -> _Header:

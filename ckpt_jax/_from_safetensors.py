@@ -12,6 +12,7 @@ import numpy as np
 from . import _described, _flat, _manifest, _view
 from ._chunks import Box
 from ._flat import Flat
+from ._manifest import Leaf
 from ._storage import Folder
 from ._view import View
 from .errors import Fault, Unsupported
@@ -23,7 +24,8 @@ FORMAT = ("format", "pt")  # What the loaders of Hugging Face want to see in the
 LARGEST = 100_000_000  # Bytes of a header: the format's own limit. Of an index too.
 LENGTH = 8  # Bytes that tell the header's.
 
-# The format's dtypes that NumPy has too. In F4, F6_E2M3 and F6_E3M2 elements share bytes, in an order that it leaves open.
+# The format's dtypes that NumPy has too. In F4, F6_E2M3 and F6_E3M2 elements share bytes, in an order that it does not
+# tell.
 DTYPES = {
     "BOOL": "bool",
     "U8": "uint8",
@@ -80,7 +82,8 @@ def view(place: Folder) -> View:
     lacking: list[Fault] = []  # Dtypes.
     for file, size in sizes.items():
         prefix = f"{file}: " if len(files) > 1 else ""
-        if (shard := _shard(folder, file, size, prefix, faults, lacking)) is not None:
+        shard = _shard(folder, file, size, prefix=prefix, faults=faults, lacking=lacking)
+        if shard is not None:
             shards[file] = shard
     if not faults and not lacking:
         faults += _disagreements(shards, index)
@@ -112,7 +115,7 @@ def view(place: Folder) -> View:
 
 # --- one file ---------------------------------------------------------------------------------------------------------
 
-_Size = Annotated[int, msgspec.Meta(ge=0, lt=2**63)]
+_Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class _Tensor(msgspec.Struct, forbid_unknown_fields=True):
@@ -129,7 +132,7 @@ class _Shard(NamedTuple):
 
 
 def _shard(
-    folder: Folder, file: str, size: int, prefix: str, faults: list[Fault], lacking: list[Fault]
+    folder: Folder, file: str, size: int, *, prefix: str, faults: list[Fault], lacking: list[Fault]
 ) -> _Shard | None:
     """What a file holds; None where it is damaged. Faults are told with their places."""
     header = _header(folder, file, size, prefix, faults)
@@ -157,19 +160,25 @@ def _shard(
         faults += [Fault(f"{prefix}{name:.80}", "an entry once", "again") for name in _repeated(header)]
     arrays = {}
     for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPES:
+            lacking.append(Fault(f"{prefix}{name:.80}", "a dtype that NumPy has", f"{tensor.dtype:.80}"))
+            continue
         try:
-            if tensor.dtype not in DTYPES:
-                lacking.append(Fault(f"{prefix}{name:.80}", "a dtype that NumPy has", f"{tensor.dtype:.80}"))
-                continue
-            leaf = _view.array(DTYPES[tensor.dtype], tensor.shape)
-            begin, end = tensor.data_offsets
-            if end - begin != (wanted := _manifest.nbytes(leaf)):
-                raise ValueError(f"{end - begin:,} bytes for {leaf}, which is {wanted:,}")
-            arrays[name] = Flat(folder, file, start + begin, leaf.dtype, leaf.shape)
+            leaf = _leaf(tensor)
+            arrays[name] = Flat(folder, file, start + tensor.data_offsets[0], leaf.dtype, leaf.shape)
         except ValueError as error:
             faults.append(Fault(f"{prefix}{name:.80}", "an array and its bytes", str(error)))
     faults += _gaps(tensors, size - start, prefix)
     return _Shard(arrays, metadata) if len(faults) == before else None
+
+
+def _leaf(tensor: _Tensor) -> Leaf:
+    """The array that an entry tells of; a ValueError where its bytes are not as many."""
+    leaf = _view.array(DTYPES[tensor.dtype], tensor.shape)
+    begin, end = tensor.data_offsets
+    if end - begin != (wanted := _manifest.nbytes(leaf)):
+        raise ValueError(f"{end - begin:,} bytes for {leaf}, which is {wanted:,}")
+    return leaf
 
 
 def _header(folder: Folder, file: str, size: int, prefix: str, faults: list[Fault]) -> bytes | None:

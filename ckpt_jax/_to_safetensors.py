@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 
@@ -107,7 +108,7 @@ def _segments(view: View, names: list[str], metadata: dict[str, str]) -> Iterato
     """
     # The widest first, so that each begins where its dtype must in memory: PyTorch refuses any other.
     laid = sorted(names, key=lambda name: -_manifest.itemsize(view.leaves[name].dtype))
-    entries: dict[str, object] = {METADATA: metadata} | dict.fromkeys(names)  # Names in the order of the tree.
+    entries: dict[str, Any] = {METADATA: metadata, **dict.fromkeys(names)}  # In the order of the tree.
     at = 0
     for name in laid:
         leaf = view.leaves[name]

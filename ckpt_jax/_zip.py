@@ -13,10 +13,9 @@ from . import _flat, _view
 from ._storage import Folder
 from .errors import Corrupt, Fault
 
-HEAD = 1 << 12  # Bytes of a member that can be had without unpacking all of it.
 LARGEST = 1 << 28  # Bytes of a directory: of three million members.
 PIECE = 1 << 20  # Packed bytes that are read at once,
-GROWN = 1 << 22  # and unpacked ones that are made of them.
+GROWN = 1 << 20  # and unpacked ones that are made of them.
 
 _END, _END64, _LOCATOR = struct.Struct("<4s4H2LH"), struct.Struct("<4sQ2H2L4Q"), struct.Struct("<4sLQL")
 _DIRECTORY, _LOCAL = struct.Struct("<4s6H3L5H2L"), struct.Struct("<4s5H3L2H")
@@ -33,12 +32,12 @@ class Member(NamedTuple):
     crc: int
     deflated: bool
 
-    def head(self, folder: Folder, file: str) -> bytes:
-        """The first bytes; a zlib.error where they cannot be had."""
+    def head(self, folder: Folder, file: str, most: int) -> bytes:
+        """Its first bytes; a zlib.error where it cannot be unpacked."""
         if not self.deflated:
-            return folder.read(file, self.start, min(self.size, HEAD)) or b""
-        data = folder.read(file, self.start, min(self.packed, HEAD + 64)) or b""
-        return zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, HEAD)
+            return folder.read(file, self.start, min(self.size, most)) or b""
+        data = folder.read(file, self.start, min(self.packed, most + 64)) or b""
+        return zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, most)
 
 
 def members(folder: Folder, file: str, faults: list[Fault]) -> Iterator[Member]:
@@ -98,7 +97,7 @@ def _unreadable(entry: _Entry) -> str | None:
         return f"one packed by method {entry.method}"
     if entry.method == 0 and entry.packed != entry.size:
         return f"{entry.packed:,} bytes that are to be {entry.size:,}"
-    if entry.size > 1032 * entry.packed + HEAD:  # Deflate makes at most 258 bytes out of two bits.
+    if entry.size > 1032 * entry.packed + 1024:  # Deflate makes at most 258 bytes out of two bits.
         return f"{entry.packed:,} bytes that are to become {entry.size:,}"
     return None
 
@@ -129,7 +128,9 @@ def _directory(folder: Folder, file: str, size: int) -> tuple[int, int, int]:
 
 def _entries(data: bytes, count: int) -> Iterator[_Entry]:
     at = 0
-    for _ in range(min(count, len(data) // _DIRECTORY.size)):
+    if count > len(data) // _DIRECTORY.size:
+        raise ValueError(f"one of {len(data):,} bytes for {count:,} members")
+    for _ in range(count):
         fields = _DIRECTORY.unpack_from(data, at)
         flags, method, crc, packed, size, start = fields[3], fields[4], *fields[7:10], fields[-1]
         named, extra, comment = fields[10:13]
