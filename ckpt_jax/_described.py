@@ -20,7 +20,18 @@ def dumps(view: View) -> str:
     """What a file of arrays cannot say of a view: structure, kinds, values that are no arrays, step, metadata, metrics.
 
     It is the manifest without what belongs to chunks, and without the seal.
+
+    Raises:
+        Unsupported: its metadata or metrics are nothing that JSON can tell.
     """
+    try:
+        return _dumps(view)
+    except (TypeError, ValueError, RecursionError) as error:
+        faults = [Fault("metadata, metrics", "plain data", f"{error}"[:200])]
+        raise Unsupported(f"{view.path} cannot be described", faults) from error
+
+
+def _dumps(view: View) -> str:
     manifest = view.manifest()
     manifest.format, manifest.version = FORMAT, (MAJOR, MINOR)
     bare = {"chunk": (), "digests": "", "sharding": None}

@@ -14,7 +14,9 @@ from ._storage import Folder
 from ._view import View
 from .errors import Fault, Unsupported
 
-FULL, MANY = 0xFFFFFFFF, 0xFFFF  # From here on a zip archive says sizes, and numbers of members, in 64 bits.
+WIDE, MANY = 0xFFFFFFFF, 0xFFFF  # From here on a zip archive says sizes, and numbers of members, in 64 bits.
+_FULL, _ALL = 0xFFFFFFFF, 0xFFFF  # What stands in the place of the shorter ones then.
+LONGEST = 0xFFFF  # Bytes of a name.
 _DATE = 0x21  # 1980-01-01, the first day there is for zip: what is written depends on nothing but what it holds.
 _OLD, _NEW = 20, 45  # Versions of the format: what a reader must know, without 64 bits and with them.
 _UNIX, _MODE = 3 << 8, 0o100644 << 16
@@ -37,7 +39,7 @@ class _Member(NamedTuple):
 
     @property
     def wide(self) -> bool:
-        return self.content.length >= FULL
+        return self.content.length >= WIDE
 
 
 def write(view: View, dst: Folder, *, told: Told = quiet) -> Written:
@@ -73,9 +75,9 @@ def _check(view: View, names: list[str]) -> None:
         if view.leaves[name].dtype not in NAMED
     ]
     lacking += [
-        Fault(f"{name:.80}", f"a name of {MANY:,} bytes at most", f"{len(name.encode()):,}")
+        Fault(f"{name:.80}", f"a name of {LONGEST:,} bytes at most", f"{len((name + SUFFIX).encode()):,}")
         for name in names
-        if len((name + SUFFIX).encode()) > MANY
+        if len((name + SUFFIX).encode()) > LONGEST
     ]
     if lacking:
         hint = "cast them by a rule, leave them out with --only, or write safetensors"
@@ -136,7 +138,7 @@ def _summed(content: Segment, crcs: dict[str, int]) -> Iterable[bytes | memoryvi
 
 def _local(member: _Member) -> bytes:
     extra = struct.pack("<2H2Q", 1, 16, 0, 0) if member.wide else b""
-    size = FULL if member.wide else 0
+    size = _FULL if member.wide else 0
     version = _NEW if member.wide else _OLD
     fields = version, member.flags, 0, 0, _DATE, 0, size, size, len(member.file), len(extra)
     return struct.pack("<4s5H3L2H", b"PK\3\4", *fields) + member.file + extra
@@ -152,21 +154,21 @@ def _directory(members: list[_Member], crcs: dict[str, int], start: int) -> byte
     entries = b"".join(_entry(member, crcs[member.content.name]) for member in members)
     count, length = len(members), len(entries)
     end = b""
-    if count >= MANY or length >= FULL or start >= FULL:
+    if count >= MANY or length >= WIDE or start >= WIDE:
         fields = 44, _UNIX | _NEW, _NEW, 0, 0, count, count, length, start
         end = struct.pack("<4sQ2H2L4Q", b"PK\6\6", *fields)
         end += struct.pack("<4sLQL", b"PK\6\7", 0, start + length, 1)
-        count, length, start = min(count, MANY), min(length, FULL), min(start, FULL)
+        count, length, start = _ALL, _FULL, _FULL
     return entries + end + struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, count, count, length, start, 0)
 
 
 def _entry(member: _Member, crc: int) -> bytes:
     size, start = member.content.length, member.start
     wide = [size, size] if member.wide else []
-    wide += [start] if start >= FULL else []
+    wide += [start] if start >= WIDE else []
     extra = struct.pack(f"<2H{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
     version = _NEW if wide else _OLD
-    size, start = min(size, FULL), min(start, FULL)
+    size, start = _FULL if member.wide else size, _FULL if start >= WIDE else start
     fields = _UNIX | version, version, member.flags, 0, 0, _DATE, crc, size, size
     more = len(member.file), len(extra), 0, 0, 0, _MODE, start
     return struct.pack("<4s6H3L5H2L", b"PK\1\2", *fields, *more) + member.file + extra
