@@ -22,6 +22,7 @@ SUFFIX, INDEX = ".safetensors", ".safetensors.index.json"
 METADATA = "__metadata__"
 FORMAT = ("format", "pt")  # What the loaders of Hugging Face want to see in the metadata, if there is any.
 LARGEST = 100_000_000  # Bytes of a header: the format's own limit. Of an index too.
+TOLD = 1000  # Faults of one file after which no more are looked for: a stranger may have made millions.
 LENGTH = 8  # Bytes that tell the header's.
 
 # The format's dtypes that NumPy has too. In F4, F6_E2M3 and F6_E3M2 elements share bytes, in an order that it does not
@@ -156,6 +157,8 @@ def _shard(
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             what = "text for each key" if name == METADATA else "a dtype, a shape, and where the data begin and end"
             faults.append(Fault(f"{prefix}{name:.80}", what, f"{error}"[:200]))
+            if len(faults) - before >= TOLD:
+                return None
     if len(faults) == before:  # Only now: of JSON that is anything else, Python would build much more than it is long.
         faults += [Fault(f"{prefix}{name:.80}", "an entry once", "again") for name in _repeated(header)]
     arrays = {}

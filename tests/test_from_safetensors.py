@@ -321,6 +321,11 @@ def test_all_faults_of_all_shards_are_told_at_once(tmp_path):
     assert set(found) == {"a.safetensors: x", "a.safetensors: y", "a.safetensors: data", "b.safetensors: header"}
 
 
+def test_of_a_file_of_nothing_but_faults_not_all_are_told(tmp_path):
+    write(tmp_path / "m.safetensors", {f"x{at}": {} for at in range(5000)})
+    assert len(faults(tmp_path / "m.safetensors")) == _from_safetensors.TOLD
+
+
 @pytest.mark.parametrize("dtype", ["F4", "F6_E2M3", "F6_E3M2", "F128", "int8", ""])
 def test_a_dtype_that_numpy_lacks_is_refused_by_name(tmp_path, dtype):
     write(tmp_path / "a", {"x": tensor(0, 1, dtype, (2,)), "y": tensor(1, 2, dtype)}, b"12")
@@ -332,7 +337,7 @@ def test_a_file_that_is_cut_off_after_it_was_looked_at_is_corrupt(tmp_path):
     safetensors.numpy.save_file({"x": sample("int32", (100,))}, tmp_path / "a")
     found = read(tmp_path / "a")
     os.truncate(tmp_path / "a", (tmp_path / "a").stat().st_size - 1)
-    with pytest.raises(Corrupt, match="x: expected 400 bytes at .*, found 399"):
+    with pytest.raises(Corrupt, match=r"x: expected 400 bytes at .*, found 399"):
         values(found)
 
 

@@ -398,14 +398,15 @@ def test_a_description_that_is_none_is_damage(text):
 
 
 def test_a_newer_description_is_named(tmp_path):
-    with pytest.raises(Unsupported, match="described in format 2.0"):
+    with pytest.raises(Unsupported, match=r"described in format 2\.0"):
         described(tmp_path / "a", told({}, version=[2, 0]))
 
 
 def test_metadata_that_another_tool_has_changed_counts(tmp_path):
     _to_safetensors.write(view_of(STATE, metadata={"a": "1", "n": 2}), folder(tmp_path / "a.safetensors"))
     with safetensors.safe_open(tmp_path / "a.safetensors", "numpy") as file:
-        metadata, arrays = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}
+        names, metadata = file.keys(), file.metadata()
+        arrays = {name: file.get_tensor(name) for name in names}
     safetensors.numpy.save_file(arrays, tmp_path / "b", metadata | {"a": "new", "more": "x"})
     found = _from_safetensors.view(folder(tmp_path / "b"))
     assert found.metadata == {"a": "new", "more": "x", "n": 2}
