@@ -5,7 +5,7 @@ import hashlib
 import math
 import os
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import ml_dtypes  # noqa: F401  Registers bfloat16, float8 and the like with NumPy.
 import numpy as np
@@ -16,6 +16,14 @@ from ._storage import Folder
 from .errors import Corrupt, Fault
 
 ROWS = 4 << 20  # Bytes read at once of which only a part is wanted.
+
+
+class Source(Protocol):
+    """What gives the bytes of files by their names, as a folder does."""
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> int: ...
+
+    def __truediv__(self, name: str, /) -> object: ...
 
 
 class Flat(NamedTuple):
@@ -30,7 +38,7 @@ class Flat(NamedTuple):
         pieces: (bytes, offset) of each part in order, where it lies in several; `offset` is then 0.
     """
 
-    folder: Folder
+    folder: Source
     file: str
     offset: int
     dtype: str
@@ -101,6 +109,15 @@ def _parts(flat: Flat, offset: int, data: memoryview) -> Iterator[tuple[int, mem
         if first < last:
             yield at + first - start, data[first - offset : last - offset]
         start += size
+
+
+def sizes(folder: Folder, files: Iterable[str], faults: list[Fault]) -> dict[str, int]:
+    """The sizes of files; adds a fault for each that is not there, or is a link, which leads anywhere."""
+    found = folder.sizes(list(files))
+    for file in (file for file, size in found.items() if size is None):
+        there = "a link: give the file that it leads to, or make a copy" if (folder / file).is_link() else "none"
+        faults.append(Fault(file, "a plain file", there))
+    return {file: size for file, size in found.items() if size is not None}
 
 
 def size(folder: Folder, file: str) -> int:

@@ -1,7 +1,6 @@
 """Views: what can be read of a checkpoint in any format: a tree of leaves, and boxes of their arrays (no JAX)."""
 
 import collections
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
@@ -84,10 +83,8 @@ def array(dtype: str, shape: Iterable[int], chunk: Shape | None = None, **more: 
         raise ValueError(f"{dtype!r:.80} is no dtype that an array can have here")
     if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in shape):
         raise ValueError(f"{shape!r:.80} is no shape")
-    if len(shape) > _manifest.AXES or math.prod(max(1, n) for n in shape) >= 2**59:
-        raise ValueError(
-            f"a shape of {len(shape)} axes and {math.prod(shape):,} elements is more than an array can have"
-        )
+    if len(shape) > _manifest.AXES or math.prod(max(1, n) for n in shape) >= 2**59:  # No sum of it: it may be huge.
+        raise ValueError(f"a shape of {len(shape):,} axes, {shape!r:.80}, is more than an array can have")
     if chunk is None:
         chunk = _chunks.grid(shape, shape, _manifest.itemsize(dtype))
     return Leaf("array", dtype=dtype, shape=shape, chunk=chunk, **more)
@@ -126,6 +123,7 @@ def read(
 # --- structure --------------------------------------------------------------------------------------------------------
 
 Path = tuple[str, ...]
+CONTAINER = 64  # Characters that a container counts for, besides its name, where room is counted.
 
 
 def nested(
@@ -245,21 +243,36 @@ def scalar(value: Any) -> Leaf:
 
 
 def split(names: Iterable[str]) -> dict[str, Path]:
-    """The paths that names with dots stand for; each a path of its own where a name is also the beginning of another,
-    or has more parts than a tree has levels.
+    """The paths that names with dots stand for; each a path of its own where a name is also the beginning of another.
+
+    So it is too where there would be more levels or containers than a tree can have: a stranger may have named them.
 
     >>> split(["a.b", "a.c"])
     {'a.b': ('a', 'b'), 'a.c': ('a', 'c')}
     >>> split(["a", "a.b"])
     {'a': ('a',), 'a.b': ('a.b',)}
     """
-    paths = {name: tuple(name.split(".")) for name in names}
-    lengths = [len(path) for path in paths.values()]
-    # In order, what a name begins stands right after it.
-    clash = any(b[: len(a)] == a for a, b in itertools.pairwise(sorted(paths.values())))
-    if clash or max(lengths, default=0) > _values.DEPTH or sum(lengths) > ITEMS:
-        return {name: (name,) for name in paths}
-    return paths
+    names = list(names)
+    if _are_paths(names):
+        return {name: tuple(name.split(".")) for name in names}
+    return {name: (name,) for name in names}
+
+
+def _are_paths(names: list[str]) -> bool:
+    inner: set[str] = set()
+    room = _structure.NAMES
+    for name in names:
+        if name.count(".") >= _values.DEPTH:
+            return False
+        at = name.find(".")
+        while at >= 0:
+            if (beginning := name[:at]) not in inner:
+                inner.add(beginning)
+                room -= len(beginning) + CONTAINER
+                if room < 0:
+                    return False
+            at = name.find(".", at + 1)
+    return inner.isdisjoint(names)
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ FLOORS = [
     ["plan", "_values", "_chunks", "_structure", "_manifest", "_tree"],
     ["_leaves", "_storage", "_processes", "_rules"],
     ["_ocdbt", "_ocdbt_writer", "_zarr", "_writing", "_reading", "_health", "_snapshot", "_orbax", "_place"],
-    ["_commit", "_faults", "_view", "_flat", "_described", "_zarr_arrays", "_pickled", "_zipped"],
+    ["_commit", "_faults", "_view", "_flat", "_zip", "_described", "_zarr_arrays", "_pickled", "_zipped"],
     ["_torch_file", "_torch_folder"],
     [
         "_from_own",
@@ -63,6 +63,7 @@ NO_JAX += ["_units", "plan", "plan_sim", "_pace", "_plan_file", "_plan_report", 
 NO_JAX += ["_faults", "_verify", "_retain", "_open", "_diff", "cli"]
 NO_JAX += ["_view", "_flat", "_zarr_arrays", "_from_own", "_from_orbax", "_formats", "_rules", "_names"]
 NO_JAX += ["_copy_one", "_copy"]
+NO_JAX += ["_zip", "_described", "_from_safetensors", "_from_numpy", "_in_a_row", "_to_safetensors", "_to_npz"]
 NO_JAX += ["_from_msgpack", "_from_jax", "_from_torch", "_pickled", "_zipped", "_torch_file", "_torch_folder"]
 
 
