@@ -120,6 +120,14 @@ def sizes(folder: Folder, files: Iterable[str], faults: list[Fault]) -> dict[str
     return {file: size for file, size in found.items() if size is not None}
 
 
+def followed(folder: Folder, file: str) -> tuple[Folder, str]:
+    """A file, or what it leads to if it is a link: those that Hugging Face's cache gives out are."""
+    if not (folder / file).is_link():
+        return folder, file
+    path = os.path.realpath(f"{folder}/{file}")
+    return Folder(os.path.dirname(path)), os.path.basename(path)
+
+
 def size(folder: Folder, file: str) -> int:
     """Bytes of a file.
 

@@ -78,12 +78,13 @@ def view(place: Folder) -> View:
     if place.is_folder():
         folder = place
         files, index = _files(place, faults)
-    sizes = _flat.sizes(folder, files, faults)
+    places = {file: _flat.followed(folder, file) for file in files}
+    sizes = {file: size for file, (at, name) in places.items() for size in _flat.sizes(at, [name], faults).values()}
     shards: dict[str, _Shard] = {}
     lacking: list[Fault] = []  # Dtypes.
     for file, size in sizes.items():
         prefix = f"{file}: " if len(files) > 1 else ""
-        shard = _shard(folder, file, size, prefix=prefix, faults=faults, lacking=lacking)
+        shard = _shard(*places[file], size, prefix=prefix, faults=faults, lacking=lacking)
         if shard is not None:
             shards[file] = shard
     if not faults and not lacking:
@@ -261,14 +262,15 @@ def _files(place: Folder, faults: list[Fault]) -> tuple[list[str], _Index | None
 
 def _index(place: Folder, file: str, faults: list[Fault]) -> _Index | None:
     before = len(faults)
-    size = _flat.sizes(place, [file], faults).get(file)
+    at, name = _flat.followed(place, file)
+    size = _flat.sizes(at, [name], faults).get(name)
     if size is None:
         return None
     if size > LARGEST:
         faults.append(Fault(file, f"an index of {LARGEST:,} bytes at most", f"{size:,}"))
         return None
     try:
-        found = msgspec.json.decode(place.read(file) or b"", type=dict[str, msgspec.Raw])
+        found = msgspec.json.decode(at.read(name) or b"", type=dict[str, msgspec.Raw])
         shards = msgspec.json.decode(found["weight_map"], type=dict[str, str])
         metadata = msgspec.json.decode(found.get("metadata", b"{}"), type=dict[str, msgspec.Raw])
         told = metadata.get(_described.KEY)

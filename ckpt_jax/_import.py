@@ -37,7 +37,7 @@ class Imported:
     seconds: float
 
     def __str__(self) -> str:
-        lacks = f"; {self.kind} has no {' and no '.join(self.lacks)}" if self.lacks else ""
+        lacks = f"; {self.kind} does not tell {', nor '.join(self.lacks)}" if self.lacks else ""
         size = _values.human(self.bytes)
         return f"{self.path}: {self.leaves:,} leaves, {size}, written and read back in {self.seconds:.1f} s{lacks}"
 

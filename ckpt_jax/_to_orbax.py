@@ -1,6 +1,7 @@
 """Orbax's checkpoints, written from what a view shows: what Orbax itself would have written, and no manifest."""
 
 import json
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,7 +27,7 @@ def check(view: View) -> None:
         raise Unsupported(f"{view.path} holds what Orbax does not", faults, hint=hint)
 
 
-def write(view: View, path: _storage.PathLike, told: Callable[[int], None] = lambda count: None) -> None:
+def write(view: View, target: _storage.Folder, *, told: Callable[[int, int], None] = lambda done, total: None) -> None:
     """Writes an Orbax checkpoint with the item `state`, and reads it back; a killed one is gone on with.
 
     Raises:
@@ -35,7 +36,14 @@ def write(view: View, path: _storage.PathLike, told: Callable[[int], None] = lam
         OSError: storage failed; what was written is gone again.
     """
     check(view)
-    target = _storage.folder(path)
+    done = [0]
+    lock = threading.Lock()
+
+    def count(size: int) -> None:
+        with lock:
+            done[0] += size
+            told(done[0], view.nbytes)
+
     leaves = _import.records(view)
     again = _import.again(view, leaves)
     attempt = _save.taken_up(target, again, state="state")
@@ -46,7 +54,7 @@ def write(view: View, path: _storage.PathLike, told: Callable[[int], None] = lam
         extra = _save.numbers(leaves)
         chunks = [_writing.Chunk(name, 0, (), value) for name, (_, value) in extra.items()]
         records = leaves | {name: leaf for name, (leaf, _) in extra.items()}
-        chunks = (*_import.chunks(view, leaves, told), *chunks)
+        chunks = (*_import.chunks(view, leaves, count), *chunks)
         written = _writing.write(place, records, chunks, head=True, again=again)
         _writing.merge(attempt.folder / attempt.state, [place])
         for file, data in _sidecars(view, leaves).items():

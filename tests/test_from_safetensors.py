@@ -220,16 +220,22 @@ def test_several_indices_are_several_checkpoints(tmp_path):
         read(tmp_path)
 
 
-def test_links_and_pipes_are_not_followed(tmp_path):
-    (tmp_path / "to").mkdir()
-    safetensors.numpy.save_file({"x": sample("int8", (1,))}, tmp_path / "a.safetensors")
-    (tmp_path / "to/b.safetensors").symlink_to(tmp_path / "a.safetensors")
-    link = "expected a plain file, found a link: give the file that it leads to, or make a copy"
-    assert faults(tmp_path / "to") == {"b.safetensors": f"b.safetensors: {link}"}
-    assert faults(tmp_path / "to/b.safetensors") == {"b.safetensors": f"b.safetensors: {link}"}
-    os.mkfifo(tmp_path / "to/c.safetensors")
-    assert set(faults(tmp_path / "to")) == {"b.safetensors", "c.safetensors"}
-    assert set(faults(tmp_path / "to/c.safetensors")) == {"c.safetensors"}
+def test_links_to_files_are_followed_as_in_the_caches_of_hugging_face(tmp_path):
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "snapshot").mkdir()
+    shards(tmp_path / "blobs")
+    for file in (tmp_path / "blobs").iterdir():
+        (tmp_path / "snapshot" / file.name).symlink_to(file)
+    assert read(tmp_path / "snapshot").keys() == read(tmp_path / "blobs").keys()
+    assert read(tmp_path / "snapshot" / ONE).keys() == read(tmp_path / "blobs" / ONE).keys()
+
+
+def test_pipes_and_links_to_them_are_not_opened(tmp_path):
+    os.mkfifo(tmp_path / "c.safetensors")
+    (tmp_path / "d.safetensors").symlink_to(tmp_path / "c.safetensors")
+    (tmp_path / "e.safetensors").symlink_to(tmp_path / "nowhere")
+    for name in ("c", "d", "e"):
+        assert [text for text in faults(tmp_path / f"{name}.safetensors").values() if "expected a plain file" in text]
 
 
 # --- hostile files ----------------------------------------------------------------------------------------------------
