@@ -36,7 +36,7 @@ def pack(value: Any) -> Any:
     if kind is tuple:
         return {"$tuple": [pack(v) for v in value]}
     if kind is dict:
-        if all(type(k) is str and not k.startswith("$") for k in value):
+        if all(type(k) is str and not k.startswith("$") and _pack_str(k) is k for k in value):
             return {k: pack(v) for k, v in value.items()}
         return {"$dict": [[pack(k), pack(v)] for k, v in value.items()]}
     return _pack_array(value)

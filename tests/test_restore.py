@@ -361,3 +361,9 @@ def test_a_cast_that_loses_values_is_told_of_leaves_in_one_chunk_and_in_many(mem
         ck.restore(memory, {"many": like, "one": np.int8(0), "whole": np.zeros(1000, np.int8)}, cast=True)
     assert [fault.place for fault in told.value.faults] == ["many", "one", "whole"]
     assert told.value.faults[0].found == "7,872 values that int8 cannot hold, such as 128.0"
+
+
+def test_metadata_may_have_keys_that_no_utf_8_holds():
+    odd = {"\ud800": 1, "a": {"\udfff$": [2]}}
+    ck.save("memory://metadata/odd", {"w": np.ones(1)}, metadata=odd)
+    assert ck.open("memory://metadata/odd").metadata == odd
