@@ -294,6 +294,10 @@ def _check(value: Any) -> None:
                 raise ValueError("a pickle that contains itself")
             if id(child) not in heights and isinstance(child, (list, tuple, dict, Call, Persistent)):
                 walk.append((child, _children(child)))
+                if (
+                    len(walk) > _values.DEPTH
+                ):  # What is deep is told at once; what is deep by way of a shared one, below.
+                    raise ValueError(f"a pickle of more than {_values.DEPTH} levels")
                 break
         else:
             walk.pop()

@@ -141,9 +141,9 @@ def show(
     name: Annotated[str | None, typer.Argument(help="One leaf, or a glob of names.", show_default=False)] = None,
     as_json: Json = False,
 ) -> None:
-    """Shows what a checkpoint holds; with NAME, all that is known of one leaf."""
+    """Shows what a checkpoint holds, in whatever format; with NAME, all that is known of one leaf."""
     place = _storage.folder(path)
-    manifest = _commit.load(place)
+    manifest = _of_any_format(place)
     if name is not None and name in manifest.leaves:
         facts = _facts(name, manifest.leaves[name], manifest)
         _terminal.print_json(facts) if as_json else _print_facts(facts)
@@ -157,8 +157,14 @@ def show(
         )
         return
     step = "" if manifest.step is None else f"step {manifest.step}, "
-    print(f"{place}: {step}saved {_when(manifest.time)} by {manifest.writers} process{'es' * (manifest.writers > 1)}")
-    print(f"{len(manifest.leaves):,} leaves, {_values.human(manifest.nbytes)} in {len(manifest.files):,} files")
+    leaves_and_bytes = f"{_units.several(len(manifest.leaves), 'leaf', 'leaves')}, {_values.human(manifest.nbytes)}"
+    if manifest.format == _manifest.FORMAT:
+        by = _units.several(manifest.writers, "process", "processes")
+        print(f"{place}: {step}saved {_when(manifest.time)} by {by}")
+        print(f"{leaves_and_bytes} in {_units.several(len(manifest.files), 'file')}")
+    else:
+        print(f"{place}: {step}in the format of {manifest.format}")
+        print(leaves_and_bytes)
     for what, told in (("metrics", manifest.metrics or None), ("metadata", manifest.metadata)):
         if told is not None:
             print(f"{what}: {json.dumps(told)}")
@@ -172,6 +178,18 @@ def show(
             for n, v in leaves.items()
         ],
     )
+
+
+def _of_any_format(place: _storage.Folder) -> Manifest:
+    try:
+        return _commit.load(place)
+    except NotFound as error:
+        from . import _formats  # Here: it imports what reads arrays.
+
+        try:
+            return _formats.view(place.url).manifest()
+        except NotFound:
+            raise error from None
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -147,6 +147,17 @@ def test_what_is_no_checkpoint_is_told(tmp_path):
     assert "torch" in run("import", tmp_path / "a.npy", tmp_path / "x", "--from", "torch", code=2)
 
 
+def test_what_is_in_a_file_is_shown_without_an_import(tmp_path):
+    np.savez(tmp_path / "a.npz", **{"layers.0.w": np.ones((2, 3)), "n": np.int64(7)})
+    told = run("show", tmp_path / "a.npz").splitlines()
+    assert told[:2] == [
+        f"{tmp_path}/a.npz: in the format of {_formats.view(tmp_path / 'a.npz').kind}",
+        "2 leaves, 56 B",
+    ]
+    assert any(line.split()[:2] == ["layers.0.w", "float64[2,3]"] for line in told)
+    assert json.loads(run("show", tmp_path / "a.npz", "n", "--json"))["dtype"] == "int64"
+
+
 # --- killed -----------------------------------------------------------------------------------------------------------
 
 SLOW = """

@@ -5,6 +5,8 @@ import json
 import logging
 import os
 import shutil
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -387,3 +389,18 @@ def test_a_folder_is_told_by_what_lies_in_it(tmp_path):
     ck.save(tmp_path / "ours", {"w": np.arange(3.0)})
     assert _formats.recognised(_storage.folder(tmp_path / "orbax")) == "orbax"
     assert _formats.recognised(_storage.folder(tmp_path / "ours")) == "ckpt_jax"
+
+
+def test_orbax_is_not_needed_to_read_it(tmp_path):
+    """TensorStore and JSON are; and JAX only where something is restored."""
+    save_pytree(tmp_path / "1", {"w": np.arange(3.0), "s": "x", "n": 3, "k": jax.random.key(1)})
+    code = f"""
+import sys
+sys.modules["orbax"] = None
+import ckpt_jax as ck
+checkpoint = ck.open({str(tmp_path / "1")!r})
+print(checkpoint["w"][1:], checkpoint["s"][()], checkpoint["n"][()], checkpoint["k"].impl, "jax" in sys.modules)
+print(ck.restore({str(tmp_path / "1")!r})["w"])
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["[1. 2.] x 3 threefry2x32 False", "[0. 1. 2.]"]
