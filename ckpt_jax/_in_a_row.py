@@ -169,7 +169,7 @@ def _fill(fd: int, place: Folder, segments: list[Segment], told: Callable[[int],
                 os.ftruncate(fd, at)
                 kept = at
             if at >= kept:
-                _write(fd, piece, at)
+                _write(fd, piece, at, place)
             at += len(piece)
             if at - synced >= SYNCED:
                 os.fsync(fd)
@@ -192,11 +192,15 @@ def _fill(fd: int, place: Folder, segments: list[Segment], told: Callable[[int],
         raise Corrupt(f"{place} does not hold what was written to it", faults, hint="do not trust this disk")
 
 
-def _write(fd: int, piece: bytes | memoryview, at: int) -> None:
+def _write(fd: int, piece: bytes | memoryview, at: int, place: Folder) -> None:
     rest = memoryview(piece)
-    while rest:
-        count = os.pwrite(fd, rest, at)
-        rest, at = rest[count:], at + count
+    try:
+        while rest:
+            count = os.pwrite(fd, rest, at)
+            rest, at = rest[count:], at + count
+    except OSError as error:
+        kept = "what was written stays, and the same command goes on with it; remove it if you do not"
+        raise OSError(error.errno, f"{error.strerror}: {kept}", place.url) from error
 
 
 def _read_back(fd: int, segments: list[Segment]) -> Iterator[str]:
