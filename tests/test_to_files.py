@@ -21,8 +21,9 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_jax import _formats, (
+from ckpt_jax import (
     _described,
+    _formats,
     _from_numpy,
     _from_safetensors,
     _in_a_row,
