@@ -496,7 +496,7 @@ def test_what_is_there_already_is_not_written_again(tmp_path, monkeypatch):
     os.truncate(tmp_path / "a.npz.partial", size - 30_000)
     wrote = []
     write = _in_a_row._write
-    monkeypatch.setattr(_in_a_row, "_write", lambda fd, piece, at: (wrote.append(len(piece)), write(fd, piece, at)))
+    monkeypatch.setattr(_in_a_row, "_write", lambda fd, piece, *at: (wrote.append(len(piece)), write(fd, piece, *at)))
     monkeypatch.setattr(_in_a_row, "PIECE", 1 << 14)
     _to_npz.write(large(), folder(tmp_path / "a.npz"))
     assert 30_000 <= sum(wrote) < 30_000 + (1 << 14)
