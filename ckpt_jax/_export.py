@@ -2,7 +2,7 @@
 
 import importlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from . import _storage, _threads, _values
@@ -60,20 +60,7 @@ def progress(
     started = time.perf_counter()
     writer = importlib.import_module(f".{WRITERS[to]}", __package__)
     more = {} if shard_bytes is None else {"shard_bytes": shard_bytes}
-    total = view.nbytes
-
-    def work(told: Callable[[int], None]) -> None:
-        before = 0
-
-        def tell(done: int, of: int) -> None:
-            nonlocal before, total
-            told(done - before)
-            before, total = done, of
-
-        writer.write(view, _storage.folder(path), told=tell, **more)
-
-    for done in _threads.watched(work):
-        yield done, total
+    yield from _threads.watched(lambda told: writer.write(view, _storage.folder(path), told=told, **more))
     described = () if to == "orbax" else tuple(name for name, leaf in view.leaves.items() if not leaf.stored)
     seconds = time.perf_counter() - started
     yield Exported(_storage.folder(path).url, to, len(view.leaves), view.nbytes, described, seconds)

@@ -1,6 +1,7 @@
 """Import: a checkpoint in any format becomes one of ours, chunk by chunk."""
 
 import hashlib
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ def progress(
     target = _storage.folder(path)
     leaves, size = records(view), view.nbytes
 
-    def work(told: Callable[[int], None]) -> None:
+    def work(told: Callable[[int, int], None]) -> None:
         group = _processes.group(f"import/{target.name}")
         try:
             manifest = _manifest_of(target, view, leaves, step)
@@ -68,7 +69,7 @@ def progress(
         finally:
             group.part()
 
-    for done in _threads.watched(work):
+    for done, _ in _threads.watched(work):
         yield done, 2 * size
     for found in _verify.progress(path, "chunks"):
         if isinstance(found, tuple):
@@ -110,12 +111,16 @@ def _manifest_of(target: _storage.Folder, view: View, leaves: dict[str, Leaf], s
     )
 
 
-def chunks(view: View, leaves: dict[str, Leaf], told: Callable[[int], None]) -> Iterator[Chunk]:
-    """The chunks in grid order; each is read by the thread that writes it."""
+def chunks(view: View, leaves: dict[str, Leaf], told: Callable[[int, int], None]) -> Iterator[Chunk]:
+    """The chunks in grid order; each is read by the thread that writes it, which tells the bytes done and in all."""
+    done, total, lock = 0, view.nbytes, threading.Lock()
 
     def reads(name: str, box: Box, size: int) -> Callable[[], np.ndarray]:
         def read() -> np.ndarray:
-            told(size)
+            nonlocal done
+            with lock:
+                done += size
+                told(done, total)
             return view.read(name, box)
 
         return read

@@ -9,28 +9,28 @@ from concurrent.futures import Future
 from typing import Any, Self
 
 
-def watched(work: Callable[[Callable[[int], None]], None], seconds: float = 0.1) -> Iterator[int]:
-    """Runs `work` in a thread, and gives the sum of what it tells, now and then, until it has ended.
+def watched(work: Callable[[Callable[[int, int], None]], None], seconds: float = 0.1) -> Iterator[tuple[int, int]]:
+    """Runs `work` in a thread, and gives the last that it told, now and then, until it has ended: done, and in all.
 
     If the caller is interrupted, the next time that it tells something it is interrupted too, and is waited for.
     """
-    total, over = [0], threading.Event()
+    last, over = [(0, 0)], threading.Event()
 
-    def told(count: int) -> None:
+    def told(done: int, total: int) -> None:
         if over.is_set():
             raise KeyboardInterrupt
-        total[0] += count  # Several threads may tell at once; it is for a bar on a screen.
+        last[0] = done, total
 
     with Pool(1) as pool:
         future = pool.submit(work, told)
         try:
             while not future.done():
-                yield total[0]
+                yield last[0]
                 concurrent.futures.wait([future], seconds)
             future.result()
         finally:
             over.set()
-    yield total[0]
+    yield last[0]
 
 
 class Pool:

@@ -1,7 +1,7 @@
 """Orbax's checkpoints, written from what a view shows: what Orbax itself would have written, and no manifest."""
 
+import itertools
 import json
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -36,32 +36,22 @@ def write(view: View, target: _storage.Folder, *, told: Callable[[int, int], Non
         OSError: storage failed; what was written is gone again.
     """
     check(view)
-    done = [0]
-    lock = threading.Lock()
-
-    def count(size: int) -> None:
-        with lock:
-            done[0] += size
-            told(done[0], view.nbytes)
-
     leaves = _import.records(view)
     again = _import.again(view, leaves)
     attempt = _save.taken_up(target, again, state="state")
     try:
         place = attempt.process(0)
         place.make()
-        (attempt.folder / attempt.state).make("array_metadatas")
         extra = _save.numbers(leaves)
-        chunks = [_writing.Chunk(name, 0, (), value) for name, (_, value) in extra.items()]
+        numbers = (_writing.Chunk(name, 0, (), value) for name, (_, value) in extra.items())
         records = leaves | {name: leaf for name, (leaf, _) in extra.items()}
-        chunks = (*_import.chunks(view, leaves, count), *chunks)
+        chunks = itertools.chain(_import.chunks(view, leaves, told), numbers)
         written = _writing.write(place, records, chunks, head=True, again=again)
         _writing.merge(attempt.folder / attempt.state, [place])
         for file, data in _sidecars(view, leaves).items():
             attempt.folder.write(file, data)
         _check_back(attempt.folder / attempt.state, records, written.digests)
-        attempt.folder.sync()
-        attempt.folder.write("commit_success.txt", b"Exported by ckpt_jax.\n")
+        attempt.folder.write("commit_success.txt", b"Exported by ckpt_jax.\n")  # The last: in a bucket it counts then.
         if target.local:
             attempt.folder.sync()
             attempt.folder.rename(target)

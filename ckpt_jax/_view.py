@@ -281,9 +281,3 @@ def _are_paths(names: list[str]) -> bool:
 def refused(path: str, kind: str, faults: list[Fault], hint: str = "") -> CheckpointError:
     """What to say of a file that contradicts itself."""
     return CheckpointError(f"{path} is no whole {kind}", faults, hint=hint or "get it again from where it came from")
-
-
-def boxes(leaf: Leaf) -> Iterator[Box]:
-    """The boxes of a leaf's chunks, in grid order."""
-    for coords in _chunks.covering(_chunks.whole(leaf.shape), leaf.chunk):
-        yield _chunks.cell(coords, leaf.chunk, leaf.shape)

@@ -89,12 +89,7 @@ def write(place: Folder, leaves: dict[str, Leaf], chunks: Iterable[Chunk], *, he
             if len(files) > WRITERS:  # What is to be written is in memory until it is.
                 for found in files.popleft().result():
                     note(*found)
-            name = next(names)
-            files.append(
-                pool.submit(_file, place, name, leaves, batch)
-                if again
-                else pool.submit(_write_file, place, name, leaves, batch)
-            )
+            files.append(pool.submit(_file if again else _write_file, place, next(names), leaves, batch))
         for file in files:
             for found in file.result():
                 note(*found)
@@ -126,17 +121,17 @@ def _batches(
 
 def _file(place: Folder, name: str, leaves: dict[str, Leaf], chunks: list[Chunk]) -> list[tuple[Chunk, Value, str]]:
     """As `_write_file`, unless the file is there already and whole: each chunk has its crc32c behind it."""
-    size = sum(chunk_bytes(leaves[chunk.name]) + CRC for chunk in chunks)
-    if place.sizes([name])[name] != size:
+    there = memoryview(place.read(name) or b"")
+    if len(there) != sum(chunk_bytes(leaves[chunk.name]) + CRC for chunk in chunks):
         return _write_file(place, name, leaves, chunks)
     found, at = [], 0
     for chunk in chunks:
-        length = chunk_bytes(leaves[chunk.name])
-        data = place.read(name, at, length + CRC) or b""
-        if crc32c.crc32c(memoryview(data)[:length]).to_bytes(CRC, "little") != data[length:]:
+        end = at + chunk_bytes(leaves[chunk.name])
+        data, crc = there[at:end], there[end : end + CRC]
+        if crc32c.crc32c(data).to_bytes(CRC, "little") != crc:
             return _write_file(place, name, leaves, chunks)
-        found.append((chunk, Value(name, at, length + CRC), xxhash.xxh3_128_hexdigest(memoryview(data)[:length])))
-        at += length + CRC
+        found.append((chunk, Value(name, at, len(data) + CRC), xxhash.xxh3_128_hexdigest(data)))
+        at = end + CRC
     return found
 
 
@@ -186,7 +181,8 @@ def digests(leaves: dict[str, Leaf], chunks: Iterable[Chunk]) -> dict[tuple[str,
     found = {}
     for chunk in chunks:
         leaf = leaves[chunk.name]
-        _, found[chunk.name, chunk.position], _ = _encoded(chunk, leaf, bytearray(chunk_bytes(leaf)))
+        data = _laid_out(chunk.array, leaf, bytearray(chunk_bytes(leaf)))
+        found[chunk.name, chunk.position] = xxhash.xxh3_128_hexdigest(data)
     return found
 
 

@@ -17,6 +17,12 @@ from ckpt_jax._structure import LEAF, Node
 from ckpt_jax._view import View
 
 
+def boxes(leaf: Leaf) -> Iterator[Box]:
+    """The boxes of a leaf's chunks, in grid order."""
+    for coords in _chunks.covering(_chunks.whole(leaf.shape), leaf.chunk):
+        yield _chunks.cell(coords, leaf.chunk, leaf.shape)
+
+
 @contextlib.contextmanager
 def memory(most: int) -> Iterator[None]:
     """Something that never holds more than so many bytes of Python's memory."""
@@ -104,7 +110,7 @@ def values(view: View) -> dict[str, np.ndarray]:
         found[name][(*_chunks.slices(box), ...)] = values
 
     with ThreadPoolExecutor(4) as pool:
-        pending = [pool.submit(fill, name, box) for name in found for box in _view.boxes(view.leaves[name])]
+        pending = [pool.submit(fill, name, box) for name in found for box in boxes(view.leaves[name])]
         for each in pending:
             each.result()
     return found
