@@ -35,7 +35,7 @@ class Arrays:
         self.place = place
         self._ocdbt, self._driver, self._fill = ocdbt, "zarr3" if zarr3 else "zarr", fill
         self._stores: dict[str, ts.TensorStore] = {}
-        self._context = ts.Context({"cache_pool": {"total_bytes_limit": 64 << 20}})
+        self._context = place.context()
         _check_plain(place)
 
     def _spec(self, name: str) -> dict[str, Any]:

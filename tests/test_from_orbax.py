@@ -404,3 +404,16 @@ print(ck.restore({str(tmp_path / "1")!r})["w"])
 """
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["[1. 2.] x 3 threefry2x32 False", "[0. 1. 2.]"]
+
+
+def test_orbaxs_checkpoints_in_buckets_are_read_where_they_were_finished(tmp_path):
+    v1.save(tmp_path / "3", {"w": np.arange(4.0), "n": 2, "s": "x"})
+    place = _storage.folder("memory://from_orbax/bucket/3")
+    for path in (tmp_path / "3").rglob("*"):
+        if path.is_file():
+            place.write(str(path.relative_to(tmp_path / "3")), path.read_bytes())
+    for path in (place.url, place.parent.url):
+        assert same(ck.restore(path), {"n": 2, "s": "x", "w": np.arange(4.0)})
+    place.unlink("commit_success.txt")
+    with pytest.raises(ck.NotFound, match="was not finished"):
+        ck.open(place.url)
